@@ -1,0 +1,359 @@
+"""What to store and how: `QuantSpec` for one kind of tensor, `KVQuantConfig` for a whole cache."""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import yaml
+
+NBITS = (2, 3, 4, 8, 16)
+GROUP_SIZES = (16, 32, 64, 128)
+GRANULARITIES = ("per_channel", "per_token")
+ROPE_ORDERS = ("pre", "post")
+ROTATIONS = ("none", "hadamard")
+CLIPS = ("minmax", "mse")
+METHODS = ("affine",)
+BACKENDS = ("auto", "dense", "torch", "cpu", "triton")
+
+_RANGE = re.compile(r"^\s*(-?\d+)\s*(?:-\s*(\d+)\s*)?$")
+_LAYER_TYPE = re.compile(r"^[a-z][a-z0-9_]*$")
+T = TypeVar("T")
+
+
+def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
+    """Raise unless `value` is one of `allowed` (of the same type: `True` is not 1).
+
+    Raises:
+        ValueError: Names the argument, the allowed values, the value received and the nearest allowed word.
+    """
+    choices = tuple(allowed)
+    if any(value == choice and type(value) is type(choice) for choice in choices):
+        return
+    raise ValueError(f"`{name}` must be one of {choices}, got {value!r}.{nearest(value, choices)}")
+
+
+def nearest(value: object, choices: Iterable[object]) -> str:
+    """` Did you mean …?` for a likely typo, else an empty string."""
+    close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def check_keys(name: str, mapping: object, allowed: Iterable[str]) -> None:
+    """Raise unless `mapping` is a mapping whose keys are all in `allowed`."""
+    known = tuple(allowed)
+    if not isinstance(mapping, Mapping):
+        raise ValueError(f"`{name}` must be a mapping with keys among {known}, got {mapping!r}.")
+    for key in mapping:
+        if key not in known:
+            raise ValueError(f"`{name}` has no setting {key!r}; allowed are {known}.{nearest(key, known)}")
+
+
+def check_length(name: str, value: object) -> None:
+    """Raise unless `value` is an integer ≥ 0."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"`{name}` must be an integer >= 0, got {value!r}.")
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """How one kind of tensor, keys or values, is stored.
+
+    Attributes:
+        nbits: Bits per code; 16 stores the tensor as it is, in the model's dtype.
+        granularity: Where a scale is shared: `per_channel` (one channel of consecutive tokens, KIVI's choice for keys,
+            arXiv 2402.02750 section 3) or `per_token` (consecutive channels of one token, its choice for values).
+        group_size: Elements that share a scale and a zero point. A head size that the group does not divide leaves
+            one shorter group per token.
+        rope: Whether keys are quantized before (`pre`, KVQuant, arXiv 2401.18079 section 3.2) or after (`post`) the
+            rotary embedding. Values are never rotated.
+        rotation: `hadamard` multiplies the head dimension by an orthonormal Hadamard matrix before quantization and
+            undoes it on reading (QuaRot, arXiv 2404.00456 section 4).
+        method: Quantizer, a name in `kvquant_hf.quantizers.QUANTIZERS`.
+        symmetric: Codes around zero with a scale only, no zero point.
+        clip: Range of a group: its minimum and maximum (`minmax`), or the shrunken range of least squared error
+            (`mse`).
+    """
+
+    nbits: int = 4
+    granularity: str = "per_channel"
+    group_size: int = 32
+    rope: str = "pre"
+    rotation: str = "none"
+    method: str = "affine"
+    symmetric: bool = False
+    clip: str = "minmax"
+
+    def __post_init__(self) -> None:
+        check_choice("nbits", self.nbits, NBITS)
+        check_choice("granularity", self.granularity, GRANULARITIES)
+        check_choice("group_size", self.group_size, GROUP_SIZES)
+        check_choice("rope", self.rope, ROPE_ORDERS)
+        check_choice("rotation", self.rotation, ROTATIONS)
+        check_choice("method", self.method, METHODS)
+        check_choice("symmetric", self.symmetric, (False, True))
+        check_choice("clip", self.clip, CLIPS)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether codes are stored (fewer than 16 bits)."""
+        return self.nbits < 16
+
+    @property
+    def token_group(self) -> int:
+        """Consecutive tokens that must be quantized together."""
+        return self.group_size if self.granularity == "per_channel" else 1
+
+    def metadata_bits(self, head_dim: int) -> float:
+        """Bits per value spent on 16-bit scales and zero points, for keys or values of size `head_dim`."""
+        if not self.is_quantized:
+            return 0.0
+        words = 1 if self.symmetric else 2
+        if self.granularity == "per_channel":
+            return 16.0 * words / self.group_size
+        return 16.0 * words * -(-head_dim // self.group_size) / head_dim
+
+    def __str__(self) -> str:
+        if not self.is_quantized:
+            return "16-bit, as is"
+        parts = [f"{self.nbits}-bit {self.granularity}", f"group {self.group_size}"]
+        parts += [self.method] * (self.method != "affine")
+        parts += ["symmetric"] * self.symmetric
+        parts += [f"clip {self.clip}"] * (self.clip != "minmax")
+        parts += [self.rotation] * (self.rotation != "none")
+        return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class KVQuantConfig:
+    """Settings of a `QuantCache`.
+
+    Attributes:
+        key: Storage of the keys; per channel by default.
+        value: Storage of the values; per token by default.
+        residual_length: Newest tokens kept exact, at least; up to a block less one more may be.
+        sink_length: First tokens of each row kept exact (attention sinks, StreamingLLM, arXiv 2309.17453 section 3).
+        backend: Who computes attention over the stored history: `auto` picks, `dense` dequantizes everything for each
+            call, `torch` is the tiled reference; `cpu` and `triton` are fused kernels.
+        layers: Overrides of single layers: a layer index (negative counts from the end), an inclusive range such as
+            `"0-3"` or a layer type such as `"full_attention"`, each mapped to partial settings
+            (`{"key": {"nbits": 8}, "residual_length": 256}`). Later entries win.
+    """
+
+    key: QuantSpec = field(default_factory=lambda: QuantSpec(granularity="per_channel"))
+    value: QuantSpec = field(default_factory=lambda: QuantSpec(granularity="per_token", rope="post"))
+    residual_length: int = 128
+    sink_length: int = 4
+    backend: str = "auto"
+    layers: Mapping[int | str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("key", "value"):
+            if not isinstance(getattr(self, name), QuantSpec):
+                raise ValueError(f"`{name}` must be a QuantSpec, got {getattr(self, name)!r}.")
+        check_length("residual_length", self.residual_length)
+        check_length("sink_length", self.sink_length)
+        check_choice("backend", self.backend, BACKENDS)
+        if not isinstance(self.layers, Mapping):
+            raise ValueError(f"`layers` must map layers to overrides, got {self.layers!r}.")
+        frozen: dict[int | str, Mapping[str, Any]] = {}
+        for selector, override in self.layers.items():
+            _check_selector(selector)
+            check_keys(f"layers[{selector!r}]", override, ("key", "value", "residual_length", "sink_length"))
+            frozen[selector] = _freeze(override)
+            self._overridden(override)
+        object.__setattr__(self, "layers", MappingProxyType(frozen))
+
+    def __hash__(self) -> int:
+        return hash((self.key, self.value, self.residual_length, self.sink_length, self.backend, repr(self.layers)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A mapping proxy cannot be pickled; the plain form can.
+        return KVQuantConfig.from_dict, (self.to_dict(),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KVQuantConfig":
+        return self
+
+    @property
+    def block_length(self) -> int:
+        """Tokens that are quantized together: the longer token group of keys and values."""
+        groups = [spec.token_group for spec in (self.key, self.value) if spec.is_quantized]
+        longest = max(groups, default=1)
+        return longest if longest > 1 else 32
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether keys or values are stored as codes."""
+        return self.key.is_quantized or self.value.is_quantized
+
+    def nominal_bits(self, head_dim: int) -> float:
+        """Bits per value of the quantized part, 16-bit metadata included, mean of keys and values."""
+        return sum(spec.nbits + spec.metadata_bits(head_dim) for spec in (self.key, self.value)) / 2
+
+    def _overridden(self, override: Mapping[str, Any]) -> "KVQuantConfig":
+        changes: dict[str, Any] = {"layers": {}}
+        for name, setting in override.items():
+            if name in ("key", "value"):
+                check_keys(name, setting, _names(QuantSpec))
+                changes[name] = replace(getattr(self, name), **setting)
+            else:
+                changes[name] = setting
+        return replace(self, **changes)
+
+    def for_layer(self, layer_idx: int, num_layers: int, layer_type: str) -> "KVQuantConfig":
+        """The settings of one layer, overrides applied, without `layers`."""
+        config = replace(self, layers={})
+        for selector, override in self.layers.items():
+            if _selects(selector, layer_idx, num_layers, layer_type):
+                config = config._overridden(override)
+        return config
+
+    def check_layers(self, num_layers: int, layer_types: Iterable[str]) -> None:
+        """Raise if an override names a layer or a layer type that a model of `num_layers` layers does not have."""
+        kinds = set(layer_types)
+        for selector in self.layers:
+            if isinstance(selector, str) and _LAYER_TYPE.match(selector):
+                if selector not in kinds:
+                    raise ValueError(
+                        f"`layers` names the layer type {selector!r}, this model has {sorted(kinds)}."
+                        f"{nearest(selector, kinds)}"
+                    )
+            else:
+                first, last = _bounds(selector, num_layers)
+                if not 0 <= first <= last < num_layers:
+                    raise ValueError(
+                        f"`layers` names {selector!r}, but this model has layers 0 to {num_layers - 1} "
+                        f"(or -{num_layers} to -1)."
+                    )
+
+    def replace(self, **changes: Any) -> "KVQuantConfig":
+        """A copy with other top-level settings; `key` and `value` also take partial mappings.
+
+        Raises:
+            ValueError: A setting is unknown or has a value that is not allowed.
+        """
+        check_keys("overrides", changes, _names(KVQuantConfig))
+        for name in ("key", "value"):
+            if isinstance(changes.get(name), Mapping):
+                check_keys(name, changes[name], _names(QuantSpec))
+                changes[name] = replace(getattr(self, name), **changes[name])
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dictionary, as `from_dict` and YAML take it."""
+        layers = {selector: _thaw(override) for selector, override in self.layers.items()}
+        return {
+            "key": asdict(self.key),
+            "value": asdict(self.value),
+            "residual_length": self.residual_length,
+            "sink_length": self.sink_length,
+            "backend": self.backend,
+            "layers": layers,
+        }
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any]) -> "KVQuantConfig":
+        """Settings from a nested mapping; what it leaves out keeps its default. The mapping is not changed.
+
+        A `description` is allowed and ignored.
+
+        Raises:
+            ValueError: A key is unknown (the nearest known one is named) or a value is not allowed.
+        """
+        check_keys("config", mapping, (*_names(cls), "description"))
+        return cls().replace(**{name: _thaw(value) for name, value in mapping.items() if name != "description"})
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> "KVQuantConfig":
+        """Settings from a YAML file.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: The file is not YAML or holds a setting that is unknown or not allowed; the file is named.
+        """
+        path = Path(path)
+        try:
+            return cls.from_dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+        except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
+            raise ValueError(f"{path} is no cache configuration: {error}") from error
+
+    def to_yaml(self, path: str | Path | None = None) -> str:
+        """YAML text of the settings, also written to `path` if one is given."""
+        text = yaml.safe_dump(self.to_dict(), sort_keys=False)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_preset(cls, name: str) -> "KVQuantConfig":
+        """Settings of a shipped preset, see `list_presets`.
+
+        Raises:
+            ValueError: There is no such preset; all are named.
+        """
+        from kvquant_hf.presets import preset_path
+
+        return cls.from_yaml(preset_path(name))
+
+    @classmethod
+    def resolve(cls, quant: "str | Path | Mapping[str, Any] | KVQuantConfig", **overrides: Any) -> "KVQuantConfig":
+        """Settings from whatever `QuantCache` takes: preset name, YAML path, mapping or config, plus overrides."""
+        if isinstance(quant, KVQuantConfig):
+            config = quant
+        elif isinstance(quant, Mapping):
+            config = cls.from_dict(quant)
+        elif isinstance(quant, Path) or (isinstance(quant, str) and quant.endswith((".yaml", ".yml"))):
+            config = cls.from_yaml(quant)
+        elif isinstance(quant, str):
+            config = cls.from_preset(quant)
+        else:
+            raise ValueError(
+                f"`quant` must be a preset name, the path of a YAML file, a mapping or a KVQuantConfig, got {quant!r}."
+            )
+        return config.replace(**overrides) if overrides else config
+
+
+def _names(cls: type[Any]) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(cls))
+
+
+def _thaw(value: Any) -> Any:
+    return {name: _thaw(item) for name, item in value.items()} if isinstance(value, Mapping) else value
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return MappingProxyType({name: _freeze(item) for name, item in value.items()})
+    return value
+
+
+def _check_selector(selector: object) -> None:
+    is_index = isinstance(selector, int) and not isinstance(selector, bool)
+    is_text = isinstance(selector, str) and bool(_RANGE.match(selector) or _LAYER_TYPE.match(selector))
+    if not is_index and not is_text:
+        raise ValueError(
+            "`layers` keys must be a layer index (negative counts from the end), an inclusive range such as '0-3' or "
+            f"a layer type, got {selector!r}."
+        )
+
+
+def _bounds(selector: int | str, num_layers: int) -> tuple[int, int]:
+    if isinstance(selector, int):
+        first = last = selector
+    else:
+        match = _RANGE.match(selector)
+        if match is None:  # checked at construction
+            raise ValueError(f"`layers` key {selector!r} is neither an index nor a range.")
+        first = int(match[1])
+        last = int(match[2]) if match[2] is not None else first
+    return (first + num_layers if first < 0 else first), (last + num_layers if last < 0 else last)
+
+
+def _selects(selector: int | str, layer_idx: int, num_layers: int, layer_type: str) -> bool:
+    if isinstance(selector, str) and _LAYER_TYPE.match(selector):
+        return selector == layer_type
+    first, last = _bounds(selector, num_layers)
+    return first <= layer_idx <= last

@@ -1,0 +1,515 @@
+"""One layer of the cache: exact sinks, blocks of codes, exact residual window, and Transformers' layer contract."""
+
+from typing import Any, cast
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from kvquant_hf.config import KVQuantConfig
+from kvquant_hf.lazy import lazy_pair
+from kvquant_hf.rope import KeyRotation
+from kvquant_hf.storage import BlockStore, ExactTokens, TensorMap
+from kvquant_hf.view import KVView
+
+# Blocks quantized at a time: bounds the float32 copies made of a long prompt.
+_ENCODE_BLOCKS = 64
+
+
+class QuantLayer(CacheLayerMixin):
+    """Keys and values of one full-attention layer.
+
+    Slots `0 … S-1` are kept exact for ever, the newest `R` to `R + L - 1` tokens are exact, and everything between
+    lies in blocks of `L` tokens that were quantized once, from exact inputs. The contents depend on the tokens alone,
+    not on how calls cut them.
+
+    Args:
+        config: Settings of this layer (`KVQuantConfig.for_layer`).
+        rotation: The rotary embedding to undo before keys are quantized, or `None` to store them as they come.
+        note: What `repr` says about the rotary embedding.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, config: KVQuantConfig, rotation: KeyRotation | None = None, note: str = "") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.config = config
+        self.rotation = rotation if config.key.is_quantized and config.key.rope == "pre" else None
+        self.note = note
+        self._epoch = [0]
+        self._clear()
+
+    def _clear(self) -> None:
+        self._length = 0
+        self._stores: tuple[BlockStore, BlockStore] | None = None
+        limit = self.config.residual_length + self.config.block_length if self.config.is_quantized else None
+        self._residual = (ExactTokens(limit), ExactTokens(limit))
+        self._sinks: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._row_sinks: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._padding: torch.Tensor | None = None
+        self._rotation_in_use: KeyRotation | None = None
+        self.is_initialized = False
+        for name in ("batch_size", "device"):
+            self.__dict__.pop(name, None)
+
+    # ---- growing -----------------------------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Take shapes, dtypes and device from the first keys and values `[B, H, t, D]`."""
+        for name, states in (("key_states", key_states), ("value_states", value_states)):
+            if states.ndim != 4 or not states.is_floating_point():
+                raise ValueError(
+                    f"`{name}` must be a floating-point tensor [batch, heads, tokens, head_dim], got "
+                    f"{list(states.shape)} of {states.dtype}."
+                )
+        length = self.config.block_length
+        self._stores = (
+            BlockStore(self.config.key, length, key_states.shape[3], key_states.dtype),
+            BlockStore(self.config.value, length, value_states.shape[3], value_states.dtype),
+        )
+        if self.rotation is not None:
+            if self.rotation.head_dim != key_states.shape[3]:
+                raise ValueError(
+                    f"`key_states` has head size {key_states.shape[3]}, the model's rotary embedding belongs to "
+                    f"{self.rotation.head_dim}."
+                )
+            self._rotation_in_use = self.rotation.for_length(key_states.shape[2])
+        self._shapes = (key_states[:, :, :0].shape, value_states[:, :, :0].shape)
+        self._dtypes = (key_states.dtype, value_states.dtype)
+        self.batch_size = key_states.shape[0]
+        self.device = key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys and values and return what attention should read.
+
+        Args:
+            key_states: `[B, H, t, D]`, rotated by the model.
+            value_states: `[B, H, t, D_v]`.
+            args: Ignored; other versions of Transformers pass more.
+            kwargs: Ignored likewise.
+
+        Returns:
+            Keys and values of all tokens so far: the arguments themselves where the layer was empty (a prompt attends
+            to itself exactly), dense tensors where nothing is quantized, else `LazyKV` stand-ins.
+
+        Raises:
+            ValueError: Shapes or dtypes do not continue what is stored. Nothing has changed then.
+        """
+        is_new = not self.is_initialized
+        # What is kept outlives the caller's gradient and inference modes, and has no part in either.
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                if is_new:
+                    self.lazy_initialization(key_states, value_states)
+                self._check_states(key_states, value_states)
+            except ValueError:
+                if is_new:
+                    self._clear()
+                raise
+            self.prefetch()
+            was_empty = self._length == 0
+            states = (key_states, value_states)
+            self._store(states)
+        self._epoch[0] += 1
+        if was_empty:
+            return states
+        if not self.config.is_quantized:
+            # Both sides are whole in the residual window, as `DynamicCache` would hold them.
+            keys, values = (window.view() for window in self._residual)
+            return cast(torch.Tensor, keys), cast(torch.Tensor, values)
+        return lazy_pair(self.view(key_states.shape[2]))
+
+    def _check_states(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        tokens = key_states.shape[2] if key_states.ndim == 4 else -1
+        for side, (name, states) in enumerate((("key_states", key_states), ("value_states", value_states))):
+            batch_size, heads, _, head_dim = self._shapes[side]
+            if tuple(states.shape) != (batch_size, heads, tokens, head_dim):
+                raise ValueError(
+                    f"`{name}` must have the shape [{batch_size}, {heads}, tokens, {head_dim}] to continue this "
+                    f"cache, got {list(states.shape)}. For another batch size use `batch_repeat_interleave`, "
+                    "`batch_select_indices` or a new cache."
+                )
+            if states.dtype != self._dtypes[side]:
+                raise ValueError(f"`{name}` must be of {self._dtypes[side]} like what is stored, got {states.dtype}.")
+
+    def _store(self, states: tuple[torch.Tensor, torch.Tensor]) -> None:
+        first = self._length
+        tokens = states[0].shape[2]
+        body_start = min(tokens, max(0, self._num_sink_slots - first))
+        body = tuple(side[:, :, body_start:] for side in states)
+        blocks = self._blocks_due(self._residual[0].length + body[0].shape[2])
+        if blocks:
+            held = self._residual[0].length
+            joined = [
+                torch.cat([cast(torch.Tensor, window.view()), new], dim=2) if held else new
+                for window, new in zip(self._residual, body, strict=True)
+            ]
+            self._keep_sinks(states, first)
+            self._flush(joined[0], joined[1], blocks)
+            cut = blocks * self.config.block_length
+            for window, side in zip(self._residual, joined, strict=True):
+                window.replace(side[:, :, cut:])
+        else:
+            self._keep_sinks(states, first)
+            if body[0].shape[2]:
+                for window, new in zip(self._residual, body, strict=True):
+                    window.append(new)
+        self._length += tokens
+
+    @property
+    def _num_sink_slots(self) -> int:
+        return self.config.sink_length if self.config.is_quantized else 0
+
+    def _blocks_due(self, waiting: int) -> int:
+        """Blocks to be quantized when `waiting` tokens lie in the residual window."""
+        if not self.config.is_quantized:
+            return 0
+        return max(0, (waiting - self.config.residual_length) // self.config.block_length)
+
+    def _keep_sinks(self, states: tuple[torch.Tensor, torch.Tensor], first: int) -> None:
+        """Copy what falls on sink slots, `first` being the slot of the first new token."""
+        slots, tokens = self._num_sink_slots, states[0].shape[2]
+        if first < slots:
+            kept = [side[:, :, : slots - first] for side in states]
+            before = [] if self._sinks is None else [side[:, :, :first] for side in self._sinks]
+            self._sinks = cast(
+                tuple[torch.Tensor, torch.Tensor],
+                tuple(
+                    torch.cat([before[i], new], dim=2) if before else new.clone(memory_format=torch.contiguous_format)
+                    for i, new in enumerate(kept)
+                ),
+            )
+        if self._padding is None or not slots or first >= int(self._padding.max()) + slots:
+            return
+        if self._row_sinks is None:
+            self._row_sinks = (_zeros(states[0], slots), _zeros(states[1], slots))
+        wanted = self._padding[:, None] + torch.arange(slots, device=self._padding.device)  # [B, S]
+        arrived = ((wanted >= first) & (wanted < first + tokens))[:, None, :, None]
+        for sinks, side in zip(self._row_sinks, states, strict=True):
+            index = (wanted - first).clamp(0, tokens - 1)[:, None, :, None].expand_as(sinks)
+            sinks.copy_(torch.where(arrived, side.gather(2, index), sinks))
+
+    def _flush(self, key_states: torch.Tensor, value_states: torch.Tensor, blocks: int) -> None:
+        """Quantize the first `blocks` blocks of `[B, H, ≥ blocks · L, D]` and store them."""
+        key_store, value_store = self._block_stores()
+        length = self.config.block_length
+        encoded = []
+        for first in range(0, blocks, _ENCODE_BLOCKS):
+            count = min(_ENCODE_BLOCKS, blocks - first)
+            part = slice(first * length, (first + count) * length)
+            slot = self._num_sink_slots + (key_store.num_blocks + first) * length
+            encoded.append(
+                (
+                    self._encode(key_store, key_states[:, :, part], slot, self._rotation_in_use),
+                    self._encode(value_store, value_states[:, :, part], slot, None),
+                )
+            )
+        spare = blocks == 1  # a prompt gets what it needs, decoding grows in chunks
+        for keys, values in encoded:
+            key_store.append(keys, spare=spare)
+            value_store.append(values, spare=spare)
+
+    def _encode(self, store: BlockStore, states: torch.Tensor, slot: int, rotation: KeyRotation | None) -> Any:
+        batch_size, heads, _, head_dim = states.shape
+        blocks = states.reshape(batch_size, heads, -1, self.config.block_length, head_dim)
+        if not store.spec.is_quantized:
+            return store.encode(blocks)
+        blocks = blocks.float()
+        if rotation is not None:
+            cos, sin = rotation.block_tables(slot, blocks.shape[2], self.config.block_length, blocks.device)
+            blocks = rotation.apply(blocks, cos, sin, inverse=True)
+        return store.encode(blocks, self._without_padding(blocks, slot))
+
+    def _without_padding(self, blocks: torch.Tensor, slot: int) -> torch.Tensor | None:
+        """Blocks `[B, H, n, L, D]` from `slot` on in which padding and row sinks repeat the first token after them.
+
+        Ranges are fitted to this, so that tokens nobody reads from the blocks do not widen them. A block without any
+        other token is left alone. `None` where nothing is to be replaced.
+        """
+        if self._padding is None or slot >= int(self._padding.max()) + self._num_sink_slots:
+            return None
+        count, length = blocks.shape[2:4]
+        skipped = torch.where(self._padding > 0, self._padding + self._num_sink_slots, 0)
+        starts = slot + length * torch.arange(count, device=blocks.device)
+        skipped = (skipped[:, None] - starts).clamp(0, length)  # [B, n]: leading tokens to leave out
+        skipped = torch.where(skipped == length, 0, skipped)
+        offsets = torch.arange(length, device=blocks.device)
+        source = torch.maximum(offsets, skipped[..., None])  # [B, n, L]
+        return blocks.gather(3, source[:, None, :, :, None].expand_as(blocks))
+
+    # ---- reading -----------------------------------------------------------------------------------------------
+
+    def _block_stores(self) -> tuple[BlockStore, BlockStore]:
+        if self._stores is None:
+            raise RuntimeError("The cache layer is empty.")
+        return self._stores
+
+    def view(self, query_length: int = 1) -> KVView:
+        """A snapshot for attention of `query_length` new tokens; valid until the layer changes."""
+        key_store, value_store = self._block_stores()
+        windows = [window.view() for window in self._residual]
+        shapes = [torch.Size((*shape[:2], self._length, shape[3])) for shape in self._shapes]
+        num_sinks = min(self._length, self._num_sink_slots)
+        sinks = None
+        if self._sinks is not None and num_sinks:
+            sinks = (self._sinks[0][:, :, :num_sinks], self._sinks[1][:, :, :num_sinks])
+        return KVView(
+            kv_len=self._length,
+            query_length=query_length,
+            backend=self.config.backend,
+            key_store=key_store,
+            value_store=value_store,
+            sinks=sinks,
+            residual=None if windows[0] is None or windows[1] is None else (windows[0], windows[1]),
+            rotation=self._rotation_in_use,
+            padding=self._padding,
+            row_sinks=self._row_sinks,
+            num_sinks=num_sinks,
+            key_dtype=self._dtypes[0],
+            value_dtype=self._dtypes[1],
+            device=self.device,
+            key_shape=shapes[0],
+            value_shape=shapes[1],
+            epoch=(self._epoch, self._epoch[0]),
+        )
+
+    def dequantize(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as attention reads them, `[B, H, T, D]` each, in the model's dtype (copies).
+
+        Raises:
+            RuntimeError: The layer is empty.
+        """
+        self.prefetch()
+        return self.view().dense()
+
+    @property
+    def quantized_length(self) -> int:
+        """Tokens held as codes."""
+        return 0 if self._stores is None else self._stores[0].num_blocks * self.config.block_length
+
+    def get_seq_length(self) -> int:
+        """Tokens stored."""
+        return self._length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """`(kv_length, kv_offset)` of the mask for `query_length` new tokens."""
+        return self._length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: there is no limit."""
+        return -1
+
+    # ---- acting on everything stored ---------------------------------------------------------------------------
+
+    def set_padding(self, padding: torch.Tensor | None) -> None:
+        """Left padding of each row, `[B]`, int64, on any device; `None` or all zeros for none."""
+        if padding is not None and bool((padding > 0).any()):
+            self._padding = padding.clone()
+        else:
+            self._padding = self._row_sinks = None
+
+    def _map(self, function: TensorMap) -> None:
+        for window in self._residual:
+            window.map(function)
+        for store in self._stores or ():
+            store.map(function)
+        for name in ("_sinks", "_row_sinks"):
+            pair = getattr(self, name)
+            if pair is not None:
+                setattr(self, name, (function(pair[0]), function(pair[1])))
+        if self._padding is not None:
+            self._padding = function(self._padding)
+        self._epoch[0] += 1
+
+    def _map_rows(self, function: TensorMap, batch_size: int) -> None:
+        if not self.is_initialized:
+            return
+        self._map(function)
+        self.batch_size = batch_size
+        first, second = (torch.Size((batch_size, *shape[1:])) for shape in self._shapes)
+        self._shapes = (first, second)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Make row `i` what row `beam_idx[i]` was; `beam_idx`: `[B']`, int64."""
+        self._map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)), beam_idx.numel())
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`: `[B']` int64, or a boolean mask `[B]`."""
+        rows = torch.as_tensor(indices)
+        if rows.dtype == torch.bool:
+            rows = rows.nonzero().flatten()
+        self._map_rows(lambda tensor: tensor.index_select(0, rows.to(tensor.device)), rows.numel())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Put `repeats` copies of each row side by side."""
+        if self.is_initialized:
+            self._map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0), self.batch_size * repeats)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` tokens.
+
+        Within the residual window this leaves no trace. A deeper cut dequantizes the rest of the block it falls into;
+        these tokens become part of the residual window as attention read them, and are quantized again with whatever
+        follows when the window flows over.
+
+        Args:
+            tokens_to_remove: Zero or negative. More than there are empties the layer.
+
+        Raises:
+            ValueError: The count is positive.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"`tokens_to_remove` must be zero or negative, the number of tokens to remove; got {tokens_to_remove}."
+            )
+        if tokens_to_remove == 0 or not self.is_initialized:
+            return
+        length = self._length + tokens_to_remove
+        if length <= 0:
+            self.reset()
+            return
+        self.prefetch()
+        key_store, value_store = self._block_stores()
+        body = max(0, length - self._num_sink_slots)
+        in_blocks = self.quantized_length
+        if body >= in_blocks:
+            for window in self._residual:
+                window.truncate(body - in_blocks)
+        else:
+            blocks, rest = divmod(body, self.config.block_length)
+            start = length - rest
+            kept = [side[:, :, start:length] for side in self.view().dense()] if rest else None
+            for store in (key_store, value_store):
+                store.truncate(blocks)
+            for i, window in enumerate(self._residual):
+                if kept is None:
+                    window.truncate(0)
+                else:
+                    window.replace(kept[i])
+        self._length = length
+        self._epoch[0] += 1
+
+    def reset(self) -> None:
+        """Forget everything; the layer is as new, also for another batch size or dtype."""
+        self._clear()
+        self._epoch[0] += 1
+
+    def offload(self) -> None:
+        """Move everything stored to the CPU."""
+        if self.is_initialized:
+            self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Bring everything stored back to the layer's device."""
+        if self.is_initialized and any(tensor.device != self.device for tensor in self._tensors()):
+            self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    def memory(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes by part, and the figures they are compared with, under the names of `MemoryReport`."""
+        parts = {"codes": 0, "scales": 0, "zero_points": 0, "sinks": 0, "residual": 0, "unused": 0}
+        figures = {"dense_bytes": 0, "values": 0, "quantized_values": 0, "quantized_bytes": 0}
+        if self._stores is None:
+            return parts, figures
+        for pair in (self._sinks, self._row_sinks):
+            parts["sinks"] += sum(tensor.untyped_storage().nbytes() for tensor in pair or ())
+        for side, (store, window) in enumerate(zip(self._stores, self._residual, strict=True)):
+            block_parts = store.bytes_by_part()
+            for name, size in block_parts.items():
+                parts[name] += size
+            parts["residual"] += window.bytes_used()
+            parts["unused"] += window.bytes_held() - window.bytes_used()
+            batch_size, heads, _, head_dim = self._shapes[side]
+            values = batch_size * heads * head_dim
+            figures["values"] += values * self._length
+            figures["dense_bytes"] += values * self._length * self._dtypes[side].itemsize
+            if store.spec.is_quantized:
+                figures["quantized_values"] += values * self.quantized_length
+                figures["quantized_bytes"] += sum(block_parts[name] for name in ("codes", "scales", "zero_points"))
+        return parts, figures
+
+    def _tensors(self) -> list[torch.Tensor]:
+        found: list[torch.Tensor | None] = [window.buffer for window in self._residual]
+        for store in self._stores or ():
+            found += [store.codes, store.scale, store.zero_point]
+        for pair in (self._sinks, self._row_sinks):
+            found += pair or ()
+        found.append(self._padding)
+        return [tensor for tensor in found if tensor is not None]
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Everything stored, as named tensors and plain facts (see `load_state`)."""
+        if self._stores is None:
+            return {}, {"length": 0}
+        tensors: dict[str, torch.Tensor] = {}
+        for side, store, window in zip(("key", "value"), self._stores, self._residual, strict=True):
+            tensors |= {f"{side}.{name}": tensor for name, tensor in store.state().items()}
+            kept = window.view()
+            if kept is not None:
+                tensors[f"{side}.residual"] = kept
+        for name, pair in (("sinks", self._sinks), ("row_sinks", self._row_sinks)):
+            if pair is not None:
+                tensors |= {f"key.{name}": pair[0], f"value.{name}": pair[1]}
+        if self._padding is not None:
+            tensors["padding"] = self._padding
+        facts = {
+            "length": self._length,
+            "shapes": [list(shape) for shape in self._shapes],
+            "dtypes": [str(dtype).removeprefix("torch.") for dtype in self._dtypes],
+            "long_rope": self._rotation_in_use is not self.rotation,
+        }
+        return tensors, facts
+
+    def load_state(self, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
+        """Take over what `state` returned.
+
+        Raises:
+            KeyError: A fact or tensor is missing.
+            ValueError: Tensors do not fit each other, the settings or the model.
+        """
+        if not facts["length"]:
+            return
+        dtypes = [getattr(torch, name) for name in facts["dtypes"]]
+        device = next(iter(tensors.values())).device
+        key_like, value_like = (
+            torch.empty(shape, dtype=dtype, device=device)
+            for shape, dtype in zip(facts["shapes"], dtypes, strict=True)
+        )
+        self.lazy_initialization(key_like, value_like)
+        if self.rotation is not None and facts["long_rope"]:
+            self._rotation_in_use = self.rotation.for_length(torch.iinfo(torch.int64).max)
+        for i, side in enumerate(("key", "value")):
+            names = ("codes", "scale", "zero_point")
+            found = {name: tensors[f"{side}.{name}"] for name in names if f"{side}.{name}" in tensors}
+            self._block_stores()[i].load_state(found)
+            if f"{side}.residual" in tensors:
+                self._residual[i].append(tensors[f"{side}.residual"])
+        for name in ("sinks", "row_sinks"):
+            if f"key.{name}" in tensors:
+                setattr(self, f"_{name}", (tensors[f"key.{name}"], tensors[f"value.{name}"]))
+        self._padding = tensors.get("padding")
+        self._length = facts["length"]
+        sinks = 0 if self._sinks is None else self._sinks[0].shape[2]
+        held = [sinks + self.quantized_length + window.length for window in self._residual]
+        if held != [self._length] * 2:
+            raise ValueError(f"it should hold {self._length} tokens, its tensors hold {held}.")
+
+    def __repr__(self) -> str:
+        config = self.config
+        if not config.is_quantized:
+            return "QuantLayer(not quantized)"
+        wants_pre = config.key.is_quantized and config.key.rope == "pre"
+        order = f"; {self.note}" if wants_pre else "; post-RoPE" if config.key.is_quantized else ""
+        text = (
+            f"QuantLayer(keys {config.key}{order}; values {config.value}; {config.sink_length} sinks, "
+            f"residual {config.residual_length}"
+        )
+        return f"{text}; {self._length} tokens, {self.quantized_length} as codes)"
+
+
+def _zeros(like: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Zeros `[B, H, tokens, D]`."""
+    return like.new_zeros(*like.shape[:2], tokens, like.shape[3])

@@ -1,0 +1,80 @@
+"""How many bytes a cache holds, and for what."""
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of a cache by part. `str()` gives a table.
+
+    Attributes:
+        codes: Packed codes (and unquantized blocks where `nbits` is 16), bytes.
+        scales: Scales, bytes.
+        zero_points: Zero points, bytes.
+        sinks: Attention sinks, bytes.
+        residual: Exact tokens of the residual windows, bytes.
+        unused: Capacity held for tokens to come, bytes.
+        other_layers: Layers that are not quantized (sliding windows, states), bytes.
+        dense_bytes: What `DynamicCache` would hold for the same tokens, bytes.
+        values: Numbers (key and value elements) held.
+        quantized_values: Numbers held as codes.
+        quantized_bytes: Codes and their scales and zero points, bytes.
+        tokens: Tokens stored per row.
+        quantized_tokens: Of these, held as codes, in the layer that holds most.
+    """
+
+    codes: int
+    scales: int
+    zero_points: int
+    sinks: int
+    residual: int
+    unused: int
+    other_layers: int
+    dense_bytes: int
+    values: int
+    quantized_values: int
+    quantized_bytes: int
+    tokens: int
+    quantized_tokens: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All bytes held."""
+        return sum(getattr(self, name) for name in _PARTS)
+
+    @property
+    def bits_per_value(self) -> float:
+        """Everything held over the numbers held, bits; 0 for an empty cache."""
+        return 8 * self.total_bytes / self.values if self.values else 0.0
+
+    @property
+    def bits_per_value_quantized(self) -> float:
+        """The same for the part held as codes, scales and zero points included; 0 where nothing is."""
+        return 8 * self.quantized_bytes / self.quantized_values if self.quantized_values else 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Bytes held over those of the dense cache; 0 for an empty cache."""
+        return self.total_bytes / self.dense_bytes if self.dense_bytes else 0.0
+
+    def to_dict(self) -> dict[str, float]:
+        """All figures by name, for JSON."""
+        stored: dict[str, float] = {item.name: getattr(self, item.name) for item in fields(self)}
+        derived = ("total_bytes", "bits_per_value", "bits_per_value_quantized", "ratio")
+        return stored | {name: getattr(self, name) for name in derived}
+
+    def __str__(self) -> str:
+        rows = [(name.replace("_", " "), getattr(self, name)) for name in _PARTS]
+        rows += [("total", self.total_bytes), ("dense cache", self.dense_bytes)]
+        lines = [f"{'part':<14}{'bytes':>16}{'share':>9}"]
+        for name, size in rows:
+            share = f"{size / self.total_bytes:>9.1%}" if self.total_bytes and name != "dense cache" else f"{'':>9}"
+            lines.append(f"{name:<14}{size:>16,}{share}")
+        lines.append(
+            f"{self.tokens:,} tokens, {self.quantized_tokens:,} as codes; {self.bits_per_value:.2f} bits per value "
+            f"({self.bits_per_value_quantized:.2f} in the quantized part); {self.ratio:.3f} of the dense cache"
+        )
+        return "\n".join(lines)
+
+
+_PARTS = ("codes", "scales", "zero_points", "sinks", "residual", "unused", "other_layers")

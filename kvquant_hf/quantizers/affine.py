@@ -1,0 +1,147 @@
+"""Uniform quantization: `x ≈ scale · code + zero_point`, one scale and zero point per group."""
+
+import torch
+
+from kvquant_hf.config import QuantSpec
+from kvquant_hf.quantizers.base import QuantizedGroups
+
+_HALF_MAX = 65504.0
+# Below this the spacing of float16 (2**-24) distorts a scale by more than 0.4 %.
+_HALF_SMALL_SCALE = 2.0**-16
+# Widths tried by `clip="mse"`, as shares of the full range.
+_CLIP_SHARES = tuple(1 - 0.05 * step for step in range(1, 11))
+
+
+class AffineQuantizer:
+    """Asymmetric (minimum as zero point) or symmetric uniform codes, optionally with a clipped range.
+
+    Asymmetric codes are `round((x - zero_point) / scale)` with `zero_point` the group's minimum and `scale` the range
+    over `2 ** nbits - 1` (KIVI, arXiv 2402.02750, section 3.1). Symmetric codes use
+    `scale = max|x| / (2 ** (nbits - 1) - 1)`. The stored zero point is rounded down and the stored scale up, so that
+    the stored grid always covers the range and a constant group comes back exactly.
+    """
+
+    def __init__(self, spec: QuantSpec) -> None:
+        self.nbits = spec.nbits
+        self.group_size = spec.group_size
+        self.symmetric = spec.symmetric
+        self.clip = spec.clip
+
+    def quantize(self, rows: torch.Tensor, range_rows: torch.Tensor | None = None) -> QuantizedGroups:
+        """Codes of rows, see `Quantizer.quantize`."""
+        groups = self._grouped(rows)
+        fitted = groups if range_rows is None else self._grouped(range_rows)
+        low, high = fitted.amin(-1), fitted.amax(-1)
+        if self.symmetric:
+            high = torch.maximum(high, -low)
+            low = -high
+        dtype = self._metadata_dtype(low, high)
+        scale, zero_point = self._parameters(low, high, dtype)
+        if self.clip == "mse":
+            scale, zero_point = self._clipped(fitted, low, high, scale, zero_point, dtype)
+        codes = self._codes(groups, scale, zero_point)
+        return QuantizedGroups(
+            codes.to(torch.uint8).flatten(-2)[..., : rows.shape[-1]], scale, None if self.symmetric else zero_point
+        )
+
+    def dequantize(self, codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None) -> torch.Tensor:
+        """Values of codes, see `Quantizer.dequantize`."""
+        length = codes.shape[-1]
+        scale = scale.float()
+        zero_point = scale * -self._middle if zero_point is None else zero_point.float()
+        if length % self.group_size == 0:
+            groups = codes.reshape(*codes.shape[:-1], -1, self.group_size).float()
+            return torch.addcmul(zero_point[..., None], groups, scale[..., None]).flatten(-2)
+        scale, zero_point = (t.repeat_interleave(self.group_size, -1)[..., :length] for t in (scale, zero_point))
+        return torch.addcmul(zero_point, codes.float(), scale)
+
+    @property
+    def _middle(self) -> int:
+        """The symmetric code that stands for zero."""
+        return int(2 ** (self.nbits - 1))
+
+    @property
+    def _levels(self) -> int:
+        """Steps between the lowest and the highest value."""
+        return int(2**self.nbits - 2 if self.symmetric else 2**self.nbits - 1)
+
+    def _grouped(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[..., length]` to `[..., num_groups, group_size]`, a short last group filled with its last element."""
+        missing = -rows.shape[-1] % self.group_size
+        if missing:
+            rows = torch.cat([rows, rows[..., -1:].expand(*rows.shape[:-1], missing)], -1)
+        return rows.reshape(*rows.shape[:-1], -1, self.group_size)
+
+    def _metadata_dtype(self, low: torch.Tensor, high: torch.Tensor) -> torch.dtype:
+        """float16 unless the range needs float32.
+
+        bfloat16 would reach as far as float32, but its 8 significant bits would round a large zero point by more than
+        the spread of the group it belongs to; widening stored float16 parameters to float32 later changes no value.
+        """
+        extent = torch.maximum(high, -low)
+        spread = high / self._levels - low / self._levels
+        too_small = (spread > 0) & (spread < _HALF_SMALL_SCALE) & (spread * 2**10 > extent)
+        return torch.float32 if bool(((extent > _HALF_MAX) | too_small).any()) else torch.float16
+
+    def _parameters(
+        self, low: torch.Tensor, high: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stored scale and zero point whose grid covers `low … high`."""
+        if self.symmetric:
+            scale = _rounded(high / (self._levels // 2), dtype, up=True)
+            return scale, scale.float() * -self._middle
+        zero_point = _rounded(low, dtype, up=False)
+        # Divided first: the difference of two large numbers of opposite sign may not be finite.
+        scale = _rounded(high / self._levels - zero_point.float() / self._levels, dtype, up=True)
+        return scale, zero_point
+
+    def _codes(self, groups: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor) -> torch.Tensor:
+        step = scale.float()[..., None]
+        # A step too small for its reciprocal to be finite belongs to a group that is constant for all purposes.
+        inverse = torch.where(step >= torch.finfo(torch.float32).tiny, 1 / step, 0)
+        lowest = 1 if self.symmetric else 0
+        codes = ((groups - zero_point.float()[..., None]) * inverse).round_()
+        return codes.clamp_(lowest, lowest + self._levels)
+
+    def _clipped(
+        self,
+        groups: torch.Tensor,
+        low: torch.Tensor,
+        high: torch.Tensor,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Per group, the range among `_CLIP_SHARES` of the full one whose codes have the least squared error."""
+        best = self._squared_error(groups, scale, zero_point)
+        middle, half = low / 2 + high / 2, high / 2 - low / 2
+        for share in _CLIP_SHARES:
+            candidate = self._parameters(middle - share * half, middle + share * half, dtype)
+            error = self._squared_error(groups, *candidate)
+            better = error < best
+            best = torch.where(better, error, best)
+            scale = torch.where(better, candidate[0], scale)
+            zero_point = torch.where(better, candidate[1], zero_point)
+        return scale, zero_point
+
+    def _squared_error(self, groups: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor) -> torch.Tensor:
+        codes = self._codes(groups, scale, zero_point)
+        return torch.addcmul(zero_point.float()[..., None] - groups, codes, scale.float()[..., None]).square_().sum(-1)
+
+
+def _rounded(values: torch.Tensor, dtype: torch.dtype, *, up: bool) -> torch.Tensor:
+    """Values in `dtype`, rounded up or down, never to infinity."""
+    if dtype == torch.float32:
+        return values
+    rounded = values.to(dtype)
+    wrong = rounded.float() < values if up else rounded.float() > values
+    # The neighbour of a float16 is one step away in its bit pattern, which counts magnitudes.
+    bits = rounded.view(torch.int16).to(torch.int32)
+    negative = bits < 0
+    magnitude = torch.where(negative, bits & 0x7FFF, bits)
+    step = torch.where(negative, -1, 1) if up else torch.where(negative, 1, -1)
+    moved = magnitude + step
+    crossed = moved < 0  # from zero to the smallest number of the other sign
+    sign = torch.where(negative ^ crossed, 0x8000, 0)
+    neighbour = (torch.where(crossed, 1, moved) | sign).to(torch.int16).view(dtype)
+    return torch.where(wrong & torch.isfinite(neighbour), neighbour, rounded)

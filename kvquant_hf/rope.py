@@ -1,0 +1,121 @@
+"""Undoing and redoing rotary position embeddings (RoPE) on stored keys.
+
+Keys reach a cache already rotated. `KeyRotation` turns them back to their pre-RoPE form before quantization, where
+outlier channels are fixed (KVQuant, arXiv 2401.18079, section 3.2), and rotates them again when they are read. Both
+directions use the same angles, so the round trip is the identity whatever the angles are: a wrong guess of the model's
+frequencies costs quality, never correctness.
+
+This module is plain tensor arithmetic; which rotation a model uses is found in `rope_probe.py`.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+Pairing = Literal["half", "interleaved"]
+
+
+@dataclass(frozen=True, eq=False)
+class KeyRotation:
+    """The rotation a model applies to the keys of one layer.
+
+    Attributes:
+        inv_freq: Angle per position of each channel pair, shape `[rotary_dim / 2]`, float32, radians.
+        head_dim: Size of a key vector.
+        offset: First rotated channel; channels outside `offset … offset + rotary_dim - 1` pass unchanged.
+        pairing: Which channels form a pair: `half` pairs channel `i` with `i + rotary_dim / 2`, `interleaved` pairs
+            `2i` with `2i + 1` (both counted from `offset`).
+        long_inv_freq: Angles used instead of `inv_freq` for sequences longer than `original_length` (LongRoPE,
+            arXiv 2402.13753, as Transformers implements it), or `None`.
+        original_length: Tokens up to which `inv_freq` applies when `long_inv_freq` is given.
+    """
+
+    inv_freq: torch.Tensor
+    head_dim: int
+    offset: int = 0
+    pairing: Pairing = "half"
+    long_inv_freq: torch.Tensor | None = None
+    original_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.inv_freq.ndim != 1 or self.inv_freq.numel() == 0:
+            raise ValueError(f"`inv_freq` must be a non-empty vector, got shape {tuple(self.inv_freq.shape)}.")
+        if self.pairing not in ("half", "interleaved"):
+            raise ValueError(f"`pairing` must be one of ('half', 'interleaved'), got {self.pairing!r}.")
+        if self.offset < 0 or self.offset + self.rotary_dim > self.head_dim:
+            raise ValueError(
+                f"`offset` + rotary width must lie within `head_dim` ({self.head_dim}), got {self.offset} + "
+                f"{self.rotary_dim}."
+            )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of rotated channels."""
+        return 2 * self.inv_freq.numel()
+
+    def for_length(self, seq_len: int) -> "KeyRotation":
+        """The rotation of a prompt of `seq_len` tokens: the long table of LongRoPE when it is longer than the limit."""
+        if self.long_inv_freq is None or self.original_length is None or seq_len <= self.original_length:
+            return self
+        return replace(self, inv_freq=self.long_inv_freq, long_inv_freq=None)
+
+    def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of positions.
+
+        Args:
+            positions: Integer positions, any shape `[...]`.
+
+        Returns:
+            `(cos, sin)`, each `[..., rotary_dim / 2]`, float32, on the device of `positions`.
+        """
+        angles = positions[..., None].float() * self.inv_freq.to(positions.device)
+        return angles.cos(), angles.sin()
+
+    def block_tables(
+        self, first_position: int, num_blocks: int, block_length: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of consecutive blocks, from one table per block start and one per offset in a block.
+
+        `cos(a + b)` and `sin(a + b)` are formed from the two small tables: about `num_blocks + block_length`
+        trigonometric evaluations per pair instead of `num_blocks · block_length`.
+
+        Returns:
+            `(cos, sin)`, each `[num_blocks, block_length, rotary_dim / 2]`, float32.
+        """
+        starts = first_position + block_length * torch.arange(num_blocks, device=device)
+        cos_a, sin_a = (t[:, None, :] for t in self.tables(starts))
+        cos_b, sin_b = self.tables(torch.arange(block_length, device=device))
+        return cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b
+
+    def apply(
+        self, key_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, inverse: bool = False
+    ) -> torch.Tensor:
+        """Rotate keys, or undo the rotation.
+
+        Args:
+            key_states: `[..., T, head_dim]`, computed in its own dtype (callers pass float32).
+            cos: Cosines that broadcast against `[..., T, rotary_dim / 2]`.
+            sin: Sines of the same shape.
+            inverse: Undo instead of apply.
+
+        Returns:
+            A new tensor of the shape and dtype of `key_states`.
+        """
+        if inverse:
+            sin = -sin
+        out = key_states.clone()
+        end = self.offset + self.rotary_dim
+        if self.pairing == "half":
+            middle = self.offset + self.rotary_dim // 2
+            first, second = slice(self.offset, middle), slice(middle, end)
+        else:
+            first, second = slice(self.offset, end, 2), slice(self.offset + 1, end, 2)
+        x, y = key_states[..., first], key_states[..., second]
+        out[..., first] = x * cos - y * sin
+        out[..., second] = y * cos + x * sin
+        return out
+
+    def __repr__(self) -> str:
+        width = "" if self.rotary_dim == self.head_dim else f", {self.rotary_dim} of {self.head_dim} channels"
+        return f"KeyRotation({self.pairing}{width})"
