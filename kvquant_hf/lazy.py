@@ -66,7 +66,7 @@ class LazyKV(torch.Tensor):
         """The real tensor, `[B, H, T, D]`, shared by all uses of this update."""
         return self._pair.dense()[self._side]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # no stub
         """Name, shape and dtype; does not read the cache."""
         with torch._C.DisableTorchFunctionSubclass():
             return f"LazyKV({'values' if self._side else 'keys'}, shape={tuple(self.shape)}, dtype={self.dtype})"

@@ -116,7 +116,10 @@ def _plane_codes(plane: torch.Tensor, width: int) -> torch.Tensor:
     # Shifting words instead of bytes is four times less work; bits that cross bytes are masked away.
     word, mask = (torch.int32, 0x01010101) if size % 4 == 0 else (torch.uint8, 1)
     mask *= (1 << width) - 1
-    words = plane.contiguous().view(word)
+    plane = plane.contiguous()
+    if any(step % 4 for step in (*plane.stride()[:-1], plane.storage_offset())):
+        plane = plane.clone(memory_format=torch.contiguous_format)  # a row of its own starts on a word
+    words = plane.view(word)
     codes = torch.empty((*plane.shape[:-1], 8 // width, size), dtype=torch.uint8, device=plane.device)
     for place, row in enumerate(codes.view(word).unbind(-2)):
         torch.bitwise_and(words >> (place * width) if place else words, mask, out=row)

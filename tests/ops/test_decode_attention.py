@@ -1,0 +1,211 @@
+"""The fused operation against dense attention over the dequantized keys and values."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from kvquant_hf.config import KVQuantConfig
+from kvquant_hf.layer import QuantLayer
+from kvquant_hf.ops import available_backends, decode_attention
+from kvquant_hf.rope import KeyRotation
+
+
+@pytest.fixture(autouse=True)
+def poison_fresh_memory(monkeypatch):
+    """Fresh float memory is NaN and fresh code bytes are 0xFF, so that reading what nobody wrote shows."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        if tensor.device.type == "meta":
+            return tensor
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else 0xFF)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def filled_layer(
+    tokens: int,
+    *,
+    batch_size: int = 2,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    rotation: KeyRotation | None = None,
+    padding: list[int] | None = None,
+    **settings,
+) -> QuantLayer:
+    generator = torch.Generator().manual_seed(tokens)
+    config = KVQuantConfig().replace(**{"residual_length": 16, "sink_length": 4} | settings)
+    layer = QuantLayer(config, rotation, "")
+    if padding is not None:
+        layer.set_padding(torch.tensor(padding))
+    keys = torch.randn(batch_size, tokens, kv_heads, head_dim, generator=generator).to(dtype).transpose(1, 2)
+    shape = (batch_size, tokens, kv_heads, value_dim or head_dim)
+    values = torch.randn(shape, generator=generator).to(dtype).transpose(1, 2)
+    layer.update(keys, values)
+    return layer
+
+
+def check(layer: QuantLayer, q_heads: int, q_len: int, mask: torch.Tensor | None, scale: float | None = None) -> None:
+    """Errors are judged per head against those of dense attention in the same dtype."""
+    torch.manual_seed(1)
+    keys, values = layer.dequantize()
+    batch_size, kv_heads, _, head_dim = keys.shape
+    query = torch.randn(batch_size, q_len, q_heads, head_dim).to(keys.dtype).transpose(1, 2)
+    got = decode_attention(query, layer.view(q_len), mask, scale)
+    assert got.dtype == query.dtype
+    assert got.shape == (batch_size, q_heads, q_len, values.shape[3])
+    repeats = q_heads // kv_heads
+    wide = [t.repeat_interleave(repeats, 1) for t in (keys, values)]
+    exact_mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
+    exact = F.scaled_dot_product_attention(*(t.double() for t in (query, *wide)), attn_mask=exact_mask, scale=scale)
+    same_mask = mask if mask is None or mask.dtype == torch.bool else mask.to(keys.dtype)
+    same = F.scaled_dot_product_attention(query, *wide, attn_mask=same_mask, scale=scale)
+    error, peer_error = (
+        ((t.double() - exact).norm(dim=(2, 3)) / exact.norm(dim=(2, 3)).clamp_min(1e-9)) for t in (got, same)
+    )
+    floor = 16 * torch.finfo(keys.dtype).eps
+    assert (error <= 2 * peer_error + floor).all(), (error.max(), peer_error.max())
+
+
+NBITS = list(itertools.product((2, 3, 4, 8, 16), (2, 3, 4, 8, 16)))
+
+
+@pytest.mark.parametrize(("key_bits", "value_bits"), NBITS, ids=lambda bits: str(bits))
+def test_every_pair_of_widths(key_bits, value_bits):
+    rotation = KeyRotation(1 / 100 ** (torch.arange(16) / 16), 32)
+    layer = filled_layer(133, rotation=rotation, key={"nbits": key_bits}, value={"nbits": value_bits})
+    assert layer.quantized_length == (0 if key_bits == value_bits == 16 else 96)
+    check(layer, 4, 1, None)
+
+
+@pytest.mark.parametrize("head_dim", [16, 24, 40, 63, 64, 80, 96, 111, 112, 128, 192, 256])
+@pytest.mark.parametrize("group_size", [16, 32, 64, 128])
+def test_head_sizes_that_the_group_does_not_divide(head_dim, group_size):
+    layer = filled_layer(
+        300, head_dim=head_dim, key={"group_size": group_size, "rope": "post"}, value={"group_size": group_size}
+    )
+    assert layer.quantized_length > 0
+    check(layer, 6, 1, None)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 20, 51, 52, 53, 63, 84, 1023, 1100, 2100])
+def test_lengths_around_sinks_blocks_and_tiles(tokens):
+    check(filled_layer(tokens, value={"rotation": "hadamard"}), 4, 1, None)
+
+
+@pytest.mark.parametrize("residual_length", [0, 1, 31, 32, 200])
+@pytest.mark.parametrize("sink_length", [0, 1, 4, 64])
+def test_window_and_sinks(residual_length, sink_length):
+    check(filled_layer(150, residual_length=residual_length, sink_length=sink_length), 4, 1, None)
+
+
+@pytest.mark.parametrize("q_len", [1, 2, 7, 16])
+@pytest.mark.parametrize("ratio", [1, 3, 7, 16])
+def test_grouped_queries_and_several_rows(ratio, q_len):
+    tokens = 130
+    causal = torch.ones(q_len, tokens, dtype=torch.bool).tril(tokens - q_len)
+    check(filled_layer(tokens), 2 * ratio, q_len, causal[None, None])
+
+
+MASKS = {
+    "bool-per-row": lambda b, h, q, t: torch.rand(b, 1, q, t) > 0.3,
+    "bool-per-head": lambda b, h, q, t: torch.rand(b, h, q, t) > 0.3,
+    "bool-shared": lambda b, h, q, t: torch.rand(1, 1, 1, t) > 0.3,
+    "bool-2d": lambda b, h, q, t: torch.rand(q, t) > 0.3,
+    "additive-per-head": lambda b, h, q, t: torch.randn(b, h, q, t),
+    "additive-lowest": lambda b, h, q, t: torch.where(
+        torch.rand(b, 1, q, t) > 0.3, 0.0, torch.finfo(torch.float32).min
+    ),
+    "only-one-token": lambda b, h, q, t: (torch.arange(t) == t // 2).expand(b, 1, q, t),
+    "only-the-last-tile": lambda b, h, q, t: (torch.arange(t) >= t - 3).expand(b, 1, q, t),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", MASKS)
+def test_masks(kind, dtype):
+    torch.manual_seed(0)
+    layer = filled_layer(
+        1200, dtype=dtype, value={"rotation": "hadamard"}, key={"rotation": "hadamard", "rope": "post"}
+    )
+    check(layer, 4, 3, MASKS[kind](2, 4, 3, 1200))
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, 0.01])
+def test_scale(scale):
+    check(filled_layer(90), 2, 1, None, scale)
+
+
+def test_rows_that_attend_to_nothing_give_zeros():
+    layer = filled_layer(100)
+    mask = torch.ones(2, 1, 2, 100, dtype=torch.bool)
+    mask[1, :, 0] = False
+    output = decode_attention(torch.randn(2, 4, 2, 32), layer.view(2), mask)
+    assert (output[1, :, 0] == 0).all()
+    assert (output[0] != 0).all()
+    assert torch.isfinite(output).all()
+
+
+@pytest.mark.parametrize(
+    "rotation",
+    [
+        None,
+        KeyRotation(1 / 1000 ** (torch.arange(16) / 16), 32),
+        KeyRotation(1 / 1000 ** (torch.arange(4) / 4), 32, offset=24, pairing="interleaved"),
+    ],
+    ids=["none", "half", "interleaved-partial"],
+)
+@pytest.mark.parametrize("rotate", ["none", "hadamard"])
+def test_padded_rows_with_their_own_sinks(rotation, rotate):
+    layer = filled_layer(
+        140,
+        batch_size=3,
+        padding=[37, 2, 0],
+        rotation=rotation,
+        key={"rotation": rotate},
+        value={"rotation": rotate},
+    )
+    mask = torch.ones(3, 1, 1, 140, dtype=torch.bool)
+    for row, count in enumerate((37, 2, 0)):
+        mask[row, ..., :count] = False
+    check(layer, 4, 1, mask)
+
+
+def test_values_of_another_size_than_keys():
+    check(filled_layer(120, head_dim=24, value_dim=16), 4, 2, None)
+
+
+def test_granularities_can_be_swapped():
+    layer = filled_layer(
+        150, key={"granularity": "per_token"}, value={"granularity": "per_channel", "rotation": "hadamard"}
+    )
+    assert layer.quantized_length == 128
+    check(layer, 4, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("query", "mask", "message"),
+    [
+        (torch.zeros(2, 4, 32), None, r"`query` must have the shape \[2, H_q, q_len, 32\], got \[2, 4, 32\]"),
+        (torch.zeros(1, 4, 1, 32), None, r"`query` must have the shape"),
+        (torch.zeros(2, 4, 1, 16), None, r"`query` must have the shape"),
+        (torch.zeros(2, 3, 1, 32), None, r"multiple of 2 heads, got 3"),
+        (torch.zeros(2, 4, 1, 32), torch.ones(2, 1, 1, 99, dtype=torch.bool), r"`mask` must be broadcastable to"),
+        (torch.zeros(2, 4, 1, 32), torch.ones(2, 2, 1, 100, dtype=torch.bool), r"`mask` must be broadcastable to"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(query, mask, message):
+    with pytest.raises(ValueError, match=message):
+        decode_attention(query, filled_layer(100).view(), mask)
+
+
+def test_backends_that_are_not_there_are_named():
+    assert available_backends() == ("torch",)
+    layer = filled_layer(100, backend="triton")
+    with pytest.raises(ValueError, match=r"`backend` must be one of \('torch',\) in this installation, got 'triton'"):
+        decode_attention(torch.zeros(2, 4, 1, 32), layer.view())

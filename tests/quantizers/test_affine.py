@@ -1,0 +1,150 @@
+"""The affine quantizer: bounds, exactness, stored parameters, clipping."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvquant_hf.config import QuantSpec
+from kvquant_hf.quantizers import QUANTIZERS
+from kvquant_hf.quantizers.affine import AffineQuantizer, _rounded
+
+NBITS = (2, 3, 4, 8)
+GROUPS = (16, 32, 64, 128)
+
+
+def round_trip(rows: torch.Tensor, **settings) -> tuple[torch.Tensor, object]:
+    quantizer = AffineQuantizer(QuantSpec(**settings))
+    groups = quantizer.quantize(rows)
+    assert int(groups.codes.max()) < 2 ** settings["nbits"]
+    return quantizer.dequantize(groups.codes, groups.scale, groups.zero_point), groups
+
+
+@pytest.mark.parametrize("name", sorted(QUANTIZERS))
+@pytest.mark.parametrize(
+    ("nbits", "group_size", "length"), list(itertools.product(NBITS, GROUPS, (16, 63, 64, 128, 200)))
+)
+def test_error_is_within_half_a_step(name, nbits, group_size, length):
+    torch.manual_seed(0)
+    rows = torch.randn(2, 3, length)
+    quantizer = QUANTIZERS[name](QuantSpec(nbits=nbits, group_size=group_size))
+    groups = quantizer.quantize(rows)
+    values = quantizer.dequantize(groups.codes, groups.scale, groups.zero_point)
+    assert groups.scale.dtype == torch.float16
+    assert groups.scale.shape == (2, 3, -(-length // group_size))
+    for first in range(0, length, group_size):
+        x, y = (t[..., first : first + group_size] for t in (rows, values))
+        half_step = (x.amax(-1) - x.amin(-1)) / (2**nbits - 1) / 2
+        assert ((x - y).abs().amax(-1) <= 1.05 * half_step + 1e-6).all()
+
+
+@pytest.mark.parametrize("nbits", NBITS)
+def test_symmetric_codes_keep_zero_and_the_bound(nbits):
+    torch.manual_seed(0)
+    rows = torch.randn(4, 64)
+    rows[:, ::7] = 0
+    values, groups = round_trip(rows, nbits=nbits, symmetric=True)
+    assert groups.zero_point is None
+    assert (values[rows == 0] == 0).all()
+    half_step = rows.reshape(4, 2, 32).abs().amax(-1) / (2 ** (nbits - 1) - 1) / 2
+    assert ((rows - values).abs().reshape(4, 2, 32).amax(-1) <= 1.01 * half_step).all()
+
+
+@pytest.mark.parametrize("clip", ["minmax", "mse"])
+@pytest.mark.parametrize("nbits", NBITS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [0.0, 1.0, -0.37, 300.0, 6e-4, -1e4])
+def test_constant_group_of_a_half_type_is_exact(clip, nbits, dtype, value):
+    rows = torch.full((3, 32), value, dtype=dtype).float()
+    assert torch.equal(round_trip(rows, nbits=nbits, clip=clip)[0], rows)
+
+
+@pytest.mark.parametrize("nbits", NBITS)
+@pytest.mark.parametrize("value", [0.1, -0.1, 3.3333, 1234.567, -9e4, 1e-9, 1e-30, 3e38])
+def test_constant_group_in_float32_is_exact_to_half_a_step_of_one_float16_spacing(nbits, value):
+    rows = torch.full((3, 32), value)
+    values, _ = round_trip(rows, nbits=nbits)
+    torch.testing.assert_close(values, rows, rtol=2**-11 / (2**nbits - 1), atol=2**-24)
+
+
+@pytest.mark.parametrize("nbits", NBITS)
+def test_every_code_is_used_and_a_ramp_comes_back(nbits):
+    ramp = torch.arange(2**nbits).float().repeat(-(-128 // 2**nbits))[:256][None]
+    values, groups = round_trip(ramp, nbits=nbits, group_size=128)
+    if nbits < 8:
+        assert torch.equal(values, ramp)
+        assert set(groups.codes.unique().tolist()) == set(range(2**nbits))
+    else:
+        torch.testing.assert_close(values, ramp, rtol=0, atol=0.27)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    exponent=st.integers(-30, 38),
+    offset=st.floats(-(2.0**126), 2.0**126, width=32),
+    nbits=st.sampled_from(NBITS),
+    clip=st.sampled_from(["minmax", "mse"]),
+    symmetric=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_any_finite_input_gives_finite_parameters_and_values(exponent, offset, nbits, clip, symmetric, seed):
+    noise = torch.randn(2, 32, generator=torch.Generator().manual_seed(seed)).clamp(-3, 3)
+    rows = (noise.double() * 10.0**exponent + offset).clamp(-3.4e38, 3.4e38).float()
+    values, groups = round_trip(rows, nbits=nbits, clip=clip, symmetric=symmetric)
+    assert torch.isfinite(groups.scale).all()
+    assert groups.zero_point is None or torch.isfinite(groups.zero_point).all()
+    assert torch.isfinite(values).all()
+    if clip == "minmax" and not symmetric:
+        step = (rows.double().amax(-1) - rows.double().amin(-1)) / (2**nbits - 1)
+        error = (rows.double() - values.double()).abs().amax(-1)
+        assert (error <= 0.53 * step + 2e-6 * rows.double().abs().amax(-1) + 1e-7).all()
+
+
+def test_parameters_widen_to_float32_where_float16_cannot_hold_them():
+    wide = torch.randn(2, 32) * 1e5
+    assert round_trip(wide, nbits=4)[1].scale.dtype == torch.float32
+    small = torch.randn(2, 32) * 1e-6
+    values, groups = round_trip(small, nbits=4)
+    assert groups.scale.dtype == torch.float32
+    assert (values - small).abs().max() < 4e-7
+
+
+@pytest.mark.parametrize("nbits", (2, 3, 4))
+def test_mse_clip_never_has_more_squared_error_and_helps_with_an_outlier(nbits):
+    torch.manual_seed(0)
+    rows = torch.randn(64, 128)
+    rows[:, 5] *= 4
+    error = {
+        clip: (round_trip(rows, nbits=nbits, group_size=128, clip=clip)[0] - rows).square().sum(-1)
+        for clip in ("minmax", "mse")
+    }
+    assert (error["mse"] <= error["minmax"] + 1e-6).all()
+    assert error["mse"].sum() < 0.9 * error["minmax"].sum()
+
+
+def test_ranges_can_be_fitted_to_other_rows():
+    torch.manual_seed(0)
+    clean = torch.randn(3, 32)
+    rows = clean.clone()
+    rows[:, :4] = 100.0
+    quantizer = AffineQuantizer(QuantSpec(nbits=4))
+    fitted = quantizer.quantize(rows, clean)
+    plain = quantizer.quantize(clean)
+    assert torch.equal(fitted.scale, plain.scale)
+    assert torch.equal(fitted.codes[:, 4:], plain.codes[:, 4:])
+    assert (fitted.codes[:, :4] == 15).all()
+
+
+def test_directed_rounding_is_the_nearest_float16_on_the_asked_side():
+    torch.manual_seed(0)
+    spread = torch.randn(20000) * 10 ** torch.empty(20000).uniform_(-9, 4)
+    values = torch.cat([spread, torch.tensor([0.0, -0.0, 1e-12])])
+    up, down = (_rounded(values, torch.float16, up=side).double() for side in (True, False))
+    assert (up >= values.double()).all()
+    assert (down <= values.double()).all()
+    exact = values.half().double() == values.double()
+    assert torch.equal(up[exact], values.double()[exact])
+    between = torch.nextafter(down.half(), torch.tensor(float("inf"), dtype=torch.float16)).double()
+    assert torch.equal(up[~exact], between[~exact])

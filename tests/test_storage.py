@@ -1,0 +1,132 @@
+"""Block and token buffers against plain Python lists."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvquant_hf.config import QuantSpec
+from kvquant_hf.storage import BlockStore, ExactTokens
+
+B, H, L = 2, 3, 16
+
+SPECS = [
+    QuantSpec(nbits=nbits, granularity=granularity, group_size=16, rotation=rotation, symmetric=symmetric)
+    for nbits in (2, 3, 4, 8)
+    for granularity in ("per_channel", "per_token")
+    for rotation, symmetric in (("none", False), ("hadamard", True))
+] + [QuantSpec(nbits=16)]
+
+
+def spec_id(spec: QuantSpec) -> str:
+    return str(spec).replace(" ", "-")
+
+
+def blocks_of(count: int, head_dim: int, seed: int) -> torch.Tensor:
+    return torch.randn(B, H, count, L, head_dim, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("head_dim", [16, 24, 40, 80])
+@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+def test_growth_changes_no_earlier_value(spec, head_dim):
+    """Blocks read back the same however they were appended, and as long as the store lives."""
+    data = blocks_of(7, head_dim, seed=0)
+    at_once = BlockStore(spec, L, head_dim, torch.float32)
+    at_once.append(at_once.encode(data), spare=False)
+    one_by_one = BlockStore(spec, L, head_dim, torch.float32)
+    for i in range(7):
+        one_by_one.append(one_by_one.encode(data[:, :, i : i + 1]))
+        assert torch.equal(one_by_one.read(0, i + 1), at_once.read(0, i + 1))
+    if spec.is_quantized:
+        step = 2 * data.abs().max() * (head_dim**0.5 if spec.rotation == "hadamard" else 1)
+        assert (at_once.read(0, 7) - data).abs().max() < step
+        assert not torch.equal(at_once.read(0, 7), data)
+    else:
+        assert torch.equal(at_once.read(0, 7), data)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+def test_reported_bytes_are_the_storages(spec):
+    store = BlockStore(spec, L, 32, torch.bfloat16)
+    for i in range(9):
+        store.append(store.encode(blocks_of(1, 32, seed=i)))
+        held = sum(t.untyped_storage().nbytes() for t in (store.codes, store.scale, store.zero_point) if t is not None)
+        assert sum(store.bytes_by_part().values()) == held
+    values = B * H * 9 * L * 32
+    assert store.bytes_by_part()["codes"] == values * spec.nbits // 8
+
+
+def test_scales_widen_without_changing_what_is_stored():
+    store = BlockStore(QuantSpec(nbits=4, group_size=16), L, 16, torch.float32)
+    store.append(store.encode(blocks_of(2, 16, seed=0)))
+    before = store.read(0, 2).clone()
+    assert store.scale.dtype == torch.float16
+    store.append(store.encode(1e6 * blocks_of(1, 16, seed=1)))
+    assert store.scale.dtype == torch.float32
+    assert torch.equal(store.read(0, 2), before)
+    store.append(store.encode(blocks_of(1, 16, seed=2)))
+    assert store.scale.dtype == torch.float32
+    assert torch.isfinite(store.read(0, 4)).all()
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(1, 70)),
+        st.tuples(st.just("drop_front"), st.integers(0, 40)),
+        st.tuples(st.just("truncate"), st.integers(0, 120)),
+        st.tuples(st.just("replace"), st.integers(1, 50)),
+        st.tuples(st.just("reorder"), st.integers(0, 1)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(actions=ACTIONS, limit=st.sampled_from([None, 48]))
+def test_exact_tokens_behave_like_a_list(actions, limit):
+    window, plain, counter = ExactTokens(limit), [], 0
+    for action, number in actions:
+        if action in ("append", "replace"):
+            new = torch.arange(counter, counter + number).float()[None, None, :, None].expand(2, 1, -1, 2)
+            getattr(window, action)(new)
+            plain = (plain if action == "append" else []) + list(range(counter, counter + number))
+            counter += number
+        elif action == "drop_front" and number <= len(plain) and plain:
+            window.drop_front(number)
+            plain = plain[number:]
+        elif action == "truncate":
+            window.truncate(number)
+            plain = plain[:number]
+        elif action == "reorder":
+            window.map(lambda t: t.flip(0))
+        held = window.view()
+        assert (held is None and not plain) or held[0, 0, :, 0].tolist() == plain
+        assert window.bytes_used() <= window.bytes_held()
+
+
+def test_buffers_grow_rarely_and_waste_little():
+    window = ExactTokens()
+    storages = set()
+    for _ in range(4096):
+        window.append(torch.zeros(1, 1, 1, 8))
+        storages.add(window.buffer.data_ptr())
+    assert len(storages) < 120
+    assert window.bytes_held() < 1.1 * window.bytes_used()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+def test_state_round_trip_and_damage(spec):
+    store = BlockStore(spec, L, 24, torch.float32)
+    store.append(store.encode(blocks_of(3, 24, seed=0)))
+    state = store.state()
+    other = BlockStore(spec, L, 24, torch.float32)
+    other.load_state(state)
+    assert torch.equal(other.read(0, 3), store.read(0, 3))
+    damaged = copy.copy(state)
+    damaged["codes"] = damaged["codes"][..., :-1]
+    with pytest.raises(ValueError, match="stored `codes` must have the shape"):
+        BlockStore(spec, L, 24, torch.float32).load_state(damaged)
+    with pytest.raises(ValueError, match="stored blocks must have the tensors"):
+        BlockStore(spec, L, 24, torch.float32).load_state({"scale": state["codes"]})
