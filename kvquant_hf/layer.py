@@ -7,6 +7,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.lazy import lazy_pair
+from kvquant_hf.padding import fill_row_sinks, without_padding
 from kvquant_hf.rope import KeyRotation
 from kvquant_hf.storage import BlockStore, ExactTokens, TensorMap
 from kvquant_hf.view import KVView
@@ -172,7 +173,7 @@ class QuantLayer(CacheLayerMixin):
 
     def _keep_sinks(self, states: tuple[torch.Tensor, torch.Tensor], first: int) -> None:
         """Copy what falls on sink slots, `first` being the slot of the first new token."""
-        slots, tokens = self._num_sink_slots, states[0].shape[2]
+        slots = self._num_sink_slots
         if first < slots:
             kept = [side[:, :, : slots - first] for side in states]
             before = [] if self._sinks is None else [side[:, :, :first] for side in self._sinks]
@@ -183,15 +184,11 @@ class QuantLayer(CacheLayerMixin):
                     for i, new in enumerate(kept)
                 ),
             )
-        if self._padding is None or not slots or first >= int(self._padding.max()) + slots:
-            return
-        if self._row_sinks is None:
-            self._row_sinks = (_zeros(states[0], slots), _zeros(states[1], slots))
-        wanted = self._padding[:, None] + torch.arange(slots, device=self._padding.device)  # [B, S]
-        arrived = ((wanted >= first) & (wanted < first + tokens))[:, None, :, None]
-        for sinks, side in zip(self._row_sinks, states, strict=True):
-            index = (wanted - first).clamp(0, tokens - 1)[:, None, :, None].expand_as(sinks)
-            sinks.copy_(torch.where(arrived, side.gather(2, index), sinks))
+        if self._padding is not None and slots and first < int(self._padding.max()) + slots:
+            if self._row_sinks is None:
+                self._row_sinks = (_zeros(states[0], slots), _zeros(states[1], slots))
+            for sinks, side in zip(self._row_sinks, states, strict=True):
+                fill_row_sinks(sinks, side, self._padding, first)
 
     def _flush(self, key_states: torch.Tensor, value_states: torch.Tensor, blocks: int) -> None:
         """Quantize the first `blocks` blocks of `[B, H, ≥ blocks · L, D]` and store them."""
@@ -222,24 +219,9 @@ class QuantLayer(CacheLayerMixin):
         if rotation is not None:
             cos, sin = rotation.block_tables(slot, blocks.shape[2], self.config.block_length, blocks.device)
             blocks = rotation.apply(blocks, cos, sin, inverse=True)
-        return store.encode(blocks, self._without_padding(blocks, slot))
-
-    def _without_padding(self, blocks: torch.Tensor, slot: int) -> torch.Tensor | None:
-        """Blocks `[B, H, n, L, D]` from `slot` on in which padding and row sinks repeat the first token after them.
-
-        Ranges are fitted to this, so that tokens nobody reads from the blocks do not widen them. A block without any
-        other token is left alone. `None` where nothing is to be replaced.
-        """
         if self._padding is None or slot >= int(self._padding.max()) + self._num_sink_slots:
-            return None
-        count, length = blocks.shape[2:4]
-        skipped = torch.where(self._padding > 0, self._padding + self._num_sink_slots, 0)
-        starts = slot + length * torch.arange(count, device=blocks.device)
-        skipped = (skipped[:, None] - starts).clamp(0, length)  # [B, n]: leading tokens to leave out
-        skipped = torch.where(skipped == length, 0, skipped)
-        offsets = torch.arange(length, device=blocks.device)
-        source = torch.maximum(offsets, skipped[..., None])  # [B, n, L]
-        return blocks.gather(3, source[:, None, :, :, None].expand_as(blocks))
+            return store.encode(blocks)
+        return store.encode(blocks, without_padding(blocks, slot, self._padding, self._num_sink_slots))
 
     # ---- reading -----------------------------------------------------------------------------------------------
 
@@ -439,63 +421,6 @@ class QuantLayer(CacheLayerMixin):
             found += pair or ()
         found.append(self._padding)
         return [tensor for tensor in found if tensor is not None]
-
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Everything stored, as named tensors and plain facts (see `load_state`)."""
-        if self._stores is None:
-            return {}, {"length": 0}
-        tensors: dict[str, torch.Tensor] = {}
-        for side, store, window in zip(("key", "value"), self._stores, self._residual, strict=True):
-            tensors |= {f"{side}.{name}": tensor for name, tensor in store.state().items()}
-            kept = window.view()
-            if kept is not None:
-                tensors[f"{side}.residual"] = kept
-        for name, pair in (("sinks", self._sinks), ("row_sinks", self._row_sinks)):
-            if pair is not None:
-                tensors |= {f"key.{name}": pair[0], f"value.{name}": pair[1]}
-        if self._padding is not None:
-            tensors["padding"] = self._padding
-        facts = {
-            "length": self._length,
-            "shapes": [list(shape) for shape in self._shapes],
-            "dtypes": [str(dtype).removeprefix("torch.") for dtype in self._dtypes],
-            "long_rope": self._rotation_in_use is not self.rotation,
-        }
-        return tensors, facts
-
-    def load_state(self, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
-        """Take over what `state` returned.
-
-        Raises:
-            KeyError: A fact or tensor is missing.
-            ValueError: Tensors do not fit each other, the settings or the model.
-        """
-        if not facts["length"]:
-            return
-        dtypes = [getattr(torch, name) for name in facts["dtypes"]]
-        device = next(iter(tensors.values())).device
-        key_like, value_like = (
-            torch.empty(shape, dtype=dtype, device=device)
-            for shape, dtype in zip(facts["shapes"], dtypes, strict=True)
-        )
-        self.lazy_initialization(key_like, value_like)
-        if self.rotation is not None and facts["long_rope"]:
-            self._rotation_in_use = self.rotation.for_length(torch.iinfo(torch.int64).max)
-        for i, side in enumerate(("key", "value")):
-            names = ("codes", "scale", "zero_point")
-            found = {name: tensors[f"{side}.{name}"] for name in names if f"{side}.{name}" in tensors}
-            self._block_stores()[i].load_state(found)
-            if f"{side}.residual" in tensors:
-                self._residual[i].append(tensors[f"{side}.residual"])
-        for name in ("sinks", "row_sinks"):
-            if f"key.{name}" in tensors:
-                setattr(self, f"_{name}", (tensors[f"key.{name}"], tensors[f"value.{name}"]))
-        self._padding = tensors.get("padding")
-        self._length = facts["length"]
-        sinks = 0 if self._sinks is None else self._sinks[0].shape[2]
-        held = [sinks + self.quantized_length + window.length for window in self._residual]
-        if held != [self._length] * 2:
-            raise ValueError(f"it should hold {self._length} tokens, its tensors hold {held}.")
 
     def __repr__(self) -> str:
         config = self.config

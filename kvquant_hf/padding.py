@@ -1,4 +1,4 @@
-"""Left padding of a batch, found from what Transformers passes along."""
+"""Left padding of a batch: found from what Transformers passes along, and kept out of sinks and ranges."""
 
 import torch
 
@@ -40,3 +40,43 @@ def padding_of_positions(position_ids: torch.Tensor) -> torch.Tensor:
         slots >= offset[:, None], position_ids == slots - offset[:, None], position_ids == position_ids[:, :1]
     )
     return torch.where(numbered.all(1) & (offset > 0) & (offset < tokens), offset, 0)
+
+
+def fill_row_sinks(sinks: torch.Tensor, states: torch.Tensor, padding: torch.Tensor, first: int) -> None:
+    """Copy the new tokens that are among the first real ones of their row.
+
+    Args:
+        sinks: `[B, H, S, D]`, filled in place: slot `padding[r] + i` of row `r` goes to `sinks[r, :, i]`.
+        states: New tokens `[B, H, t, D]`.
+        padding: `[B]`, int64.
+        first: Slot of the first new token.
+    """
+    tokens = states.shape[2]
+    wanted = padding[:, None] + torch.arange(sinks.shape[2], device=padding.device) - first  # [B, S]
+    arrived = ((wanted >= 0) & (wanted < tokens))[:, None, :, None]
+    index = wanted.clamp(0, tokens - 1)[:, None, :, None].expand_as(sinks)
+    sinks.copy_(torch.where(arrived, states.gather(2, index), sinks))
+
+
+def without_padding(blocks: torch.Tensor, slot: int, padding: torch.Tensor, num_sinks: int) -> torch.Tensor:
+    """Blocks in which padding and the sinks of padded rows repeat the first token after them.
+
+    Ranges are fitted to the result, so that tokens nobody reads from the blocks do not widen them. A row of a block
+    that holds nothing else is left as it is.
+
+    Args:
+        blocks: `[B, H, n, L, D]`.
+        slot: Slot of the first token of the first block.
+        padding: `[B]`, int64.
+        num_sinks: Sinks of a row.
+
+    Returns:
+        `[B, H, n, L, D]`.
+    """
+    count, length = blocks.shape[2:4]
+    skipped = torch.where(padding > 0, padding + num_sinks, 0)
+    starts = slot + length * torch.arange(count, device=blocks.device)
+    skipped = (skipped[:, None] - starts).clamp(0, length)  # [B, n]: leading tokens to leave out
+    skipped = torch.where(skipped == length, 0, skipped)
+    source = torch.maximum(torch.arange(length, device=blocks.device), skipped[..., None])  # [B, n, L]
+    return blocks.gather(3, source[:, None, :, :, None].expand_as(blocks))

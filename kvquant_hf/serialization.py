@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.layer import QuantLayer
+from kvquant_hf.layer_state import layer_state, load_layer_state
 
 if TYPE_CHECKING:
     from kvquant_hf.cache import QuantCache
@@ -35,7 +36,7 @@ def save_cache(cache: "QuantCache", path: Path) -> None:
     layers: list[dict[str, Any]] = []
     for i, layer in enumerate(cache.layers):
         if isinstance(layer, QuantLayer):
-            state, facts = layer.state()
+            state, facts = layer_state(layer)
         else:
             state, facts = _foreign_state(i, cache.layer_types[i], layer)
         tensors |= {f"layers.{i}.{name}": tensor for name, tensor in state.items()}
@@ -84,7 +85,7 @@ def load_cache(
         state = {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
         try:
             if isinstance(layer, QuantLayer):
-                layer.load_state(state, facts)
+                load_layer_state(layer, state, facts)
             else:
                 _load_foreign_state(layer, state, facts)
         except (KeyError, TypeError, ValueError) as error:

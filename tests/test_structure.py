@@ -12,9 +12,10 @@ PACKAGE = Path(kvquant_hf.__file__).parent
 LAYERS = [
     {"serialization"},
     {"cache"},
-    {"rope_probe", "padding", "memory", "attention"},
-    {"layer"},
-    {"lazy"},
+    {"layer_state"},
+    {"rope_probe", "memory", "attention"},
+    {"model_shell", "layer"},
+    {"lazy", "padding"},
     {"ops"},
     {"view"},
     {"storage"},

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from kvquant_hf._compat import cache_kwargs
 
 CacheFactory = Callable[[], Cache]
-REFERENCE = "dynamic"
+REFERENCE = "DynamicCache"
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def score_windows(
         progress: Called with the configuration's name and a number of scored tokens as they are scored.
 
     Returns:
-        Scores by name: the reference under `"dynamic"`, then `caches` in their order.
+        Scores by name: the reference under `"DynamicCache"`, then `caches` in their order.
 
     Raises:
         ValueError: `windows` has another shape, or a configuration takes the reference's name.
