@@ -106,8 +106,7 @@ class ModelShell:
             except Exception as error:
                 run.error = error
         for name, buffer in self._model.named_buffers():
-            is_table = name.endswith("inv_freq") and not name.endswith("original_inv_freq")
-            if is_table and buffer.ndim == 1 and not buffer.is_meta:
+            if name.endswith("inv_freq") and buffer.ndim == 1 and not buffer.is_meta:
                 table = buffer.detach().float().clone()
                 if not any(torch.equal(table, other) for other in run.tables):
                     run.tables.append(table)
@@ -248,23 +247,17 @@ class _ConstantProducts(TorchFunctionMode):
                 leading = rows.shape if func is F.embedding else rows.shape[:-1]
                 size = weight.shape[weight_dim]
                 return self._constants.take(size).expand(*leading, size).contiguous()
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         change = _on_meta
-        if self._elements(func, args, kwargs) <= _MANY_ELEMENTS:
+        if _elements(func, tensors, args, kwargs) <= _MANY_ELEMENTS:
             try:
                 return func(*args, **kwargs)
             except (RuntimeError, NotImplementedError):  # how torch refuses mixed devices, and reading meta tensors
-                change = self._constant_like
+                if sum(tensor.numel() for tensor in tensors) <= _MANY_ELEMENTS or all(t.is_meta for t in tensors):
+                    change = self._constant_like
+                if func is torch.Tensor.view:
+                    func = torch.Tensor.reshape  # constants and meta tensors may have other strides than real results
         return func(*_changed(args, change), **dict(zip(kwargs, _changed(kwargs.values(), change), strict=True)))
-
-    @staticmethod
-    def _elements(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Elements of real tensors that a call reads, or makes where these may be far more."""
-        real = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and not value.is_meta]
-        if func in _MULTIPLICATIONS and len(real) == 2:
-            return math.prod(torch.broadcast_shapes(real[0].shape, real[1].shape))
-        if func is F.pad and real:
-            return int(func(*_changed(args, _on_meta), **kwargs).numel())
-        return sum(value.numel() for value in real)
 
     def _constant_like(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
@@ -274,17 +267,28 @@ class _ConstantProducts(TorchFunctionMode):
         return self._constants.take(tensor.shape[-1] if tensor.ndim else 1).expand(tensor.shape)
 
 
+def _elements(
+    func: Callable[..., Any], tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int:
+    """Elements of real tensors that a call reads, or those it makes where these may be far more."""
+    if func in _MULTIPLICATIONS and len(tensors) == 2:
+        return math.prod(torch.broadcast_shapes(tensors[0].shape, tensors[1].shape))
+    if func is F.pad and not tensors[0].is_meta:
+        return int(func(*_changed(args, _on_meta), **kwargs).numel())
+    return sum(tensor.numel() for tensor in tensors if not tensor.is_meta)
+
+
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("meta")
 
 
 def _changed(values: Iterable[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
-    """`values` with `change` made to each tensor among them and in lists of them."""
+    """`values` with `change` made to each tensor among them, and in lists and tuples of them."""
     return [
         change(value)
         if isinstance(value, torch.Tensor)
-        else _changed(value, change)
-        if isinstance(value, list) or type(value) is tuple
+        else type(value)(_changed(value, change))
+        if type(value) in (list, tuple)  # an index is a tuple and must stay one
         else value
         for value in values
     ]

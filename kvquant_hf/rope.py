@@ -55,7 +55,7 @@ class KeyRotation:
         return 2 * self.inv_freq.numel()
 
     def for_length(self, seq_len: int) -> "KeyRotation":
-        """The rotation of a prompt of `seq_len` tokens: the long table of LongRoPE when it is longer than the limit."""
+        """The rotation of a prompt of `seq_len` tokens: by the long table of LongRoPE beyond its limit."""
         if self.long_inv_freq is None or self.original_length is None or seq_len <= self.original_length:
             return self
         return replace(self, inv_freq=self.long_inv_freq, long_inv_freq=None)
