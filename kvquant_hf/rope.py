@@ -49,6 +49,32 @@ class KeyRotation:
                 f"{self.rotary_dim}."
             )
 
+    def _content(self) -> tuple[object, ...]:
+        tables = (self.inv_freq, self.long_inv_freq)
+        return (
+            *(None if table is None else table.cpu().numpy().tobytes() for table in tables),
+            self.head_dim,
+            self.offset,
+            self.pairing,
+            self.original_length,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, KeyRotation) and self._content() == other._content()
+
+    def __hash__(self) -> int:
+        found = self.__dict__.get("_hash")
+        if found is None:
+            found = hash(self._content())
+            object.__setattr__(self, "_hash", found)
+        return int(found)
+
+    def __getstate__(self) -> dict[str, object]:
+        # Hashes of bytes differ from process to process.
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
     @property
     def rotary_dim(self) -> int:
         """Number of rotated channels."""

@@ -1,24 +1,46 @@
 """The fused entry: checks its arguments, picks a backend, calls it."""
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvquant_hf.ops import reference
+from kvquant_hf.ops import cpu, reference
 
 if TYPE_CHECKING:
     from kvquant_hf.view import KVView
 
 Backend = Callable[[torch.Tensor, "KVView", torch.Tensor | None, float], torch.Tensor]
 
-# Fast backends register here under the names of `KVQuantConfig.backend`.
-_BACKENDS: dict[str, Backend] = {"torch": reference.decode_attention}
+_BACKENDS: dict[str, Backend] = {"torch": reference.decode_attention, "cpu": cpu.decode_attention}
+_told: set[str] = set()
 
 
 def available_backends() -> tuple[str, ...]:
     """Names of the backends that can compute fused attention in this installation."""
     return tuple(_BACKENDS)
+
+
+def _tell_once(message: str) -> None:
+    if message not in _told:
+        _told.add(message)
+        warnings.warn(message, stacklevel=4)
+
+
+def _automatic(query: torch.Tensor, view: "KVView", mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """The fast backend of the tensors' device where it can serve the call, else the reference."""
+    differentiable = torch.is_grad_enabled() and (query.requires_grad or (mask is not None and mask.requires_grad))
+    if view.device.type == "cpu" and not differentiable:
+        reason = cpu.unsupported(view)
+        if reason is not None:
+            _tell_once(f"The CPU kernel does not read {reason}; the slower torch backend does.")
+        else:
+            try:
+                return cpu.decode_attention(query, view, mask, scale)
+            except cpu.BuildError as error:
+                _tell_once(f"The CPU kernel could not be compiled, the slower torch backend is used: {error}")
+    return reference.decode_attention(query, view, mask, scale)
 
 
 def decode_attention(
@@ -59,7 +81,11 @@ def decode_attention(
         if padded[3] != kv_len:
             mask = mask.expand(*mask.shape[:-1], kv_len)
         mask = mask.reshape(*padded[:3], kv_len)
-    name = "torch" if view.backend in ("auto", "dense") else view.backend
-    if name not in _BACKENDS:
-        raise ValueError(f"`backend` must be one of {available_backends()} in this installation, got {name!r}.")
-    return _BACKENDS[name](query, view, mask, head_dim**-0.5 if scale is None else scale)
+    scale = head_dim**-0.5 if scale is None else scale
+    if view.backend in ("auto", "dense"):
+        return _automatic(query, view, mask, scale)
+    if view.backend not in _BACKENDS:
+        raise ValueError(
+            f"`backend` must be one of {available_backends()} in this installation, got {view.backend!r}."
+        )
+    return _BACKENDS[view.backend](query, view, mask, scale)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.layer import QuantLayer
-from kvquant_hf.ops import available_backends, decode_attention
+from kvquant_hf.ops import available_backends, cpu, decode_attention, reference
 from kvquant_hf.rope import KeyRotation
 
 
@@ -56,20 +56,36 @@ def check(layer: QuantLayer, q_heads: int, q_len: int, mask: torch.Tensor | None
     keys, values = layer.dequantize()
     batch_size, kv_heads, _, head_dim = keys.shape
     query = torch.randn(batch_size, q_len, q_heads, head_dim).to(keys.dtype).transpose(1, 2)
-    got = decode_attention(query, layer.view(q_len), mask, scale)
-    assert got.dtype == query.dtype
-    assert got.shape == (batch_size, q_heads, q_len, values.shape[3])
+    view = layer.view(q_len)
+    results = {"auto": decode_attention(query, view, mask, scale)}
+    four = None if mask is None else mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
+    factor = head_dim**-0.5 if scale is None else scale
+    results["torch"] = reference.decode_attention(query, view, four, factor)
+    if cpu.unsupported(view) is None:
+        results["cpu"] = cpu.decode_attention(query, view, four, factor)
     repeats = q_heads // kv_heads
     wide = [t.repeat_interleave(repeats, 1) for t in (keys, values)]
     exact_mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
     exact = F.scaled_dot_product_attention(*(t.double() for t in (query, *wide)), attn_mask=exact_mask, scale=scale)
     same_mask = mask if mask is None or mask.dtype == torch.bool else mask.to(keys.dtype)
     same = F.scaled_dot_product_attention(query, *wide, attn_mask=same_mask, scale=scale)
-    error, peer_error = (
-        ((t.double() - exact).norm(dim=(2, 3)) / exact.norm(dim=(2, 3)).clamp_min(1e-9)) for t in (got, same)
-    )
     floor = 16 * torch.finfo(keys.dtype).eps
-    assert (error <= 2 * peer_error + floor).all(), (error.max(), peer_error.max())
+    sizes = [query.double(), wide[0].double(), wide[1].double().abs()]
+    size = F.scaled_dot_product_attention(*sizes, attn_mask=exact_mask, scale=scale).norm(dim=(2, 3))
+    peer_error = relative_error(same, exact, size)
+    for name, got in results.items():
+        assert got.dtype == query.dtype
+        assert got.shape == (batch_size, q_heads, q_len, values.shape[3])
+        error = relative_error(got, exact, size)
+        assert (error <= 2 * peer_error + floor).all(), (name, error.max(), peer_error.max())
+
+
+def relative_error(got: torch.Tensor, exact: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+    """L2 error of each head relative to what it sums, the weighted magnitudes of the values, `[B, H]`.
+
+    Values of either sign cancel in the output of a random layer, rounding errors do not.
+    """
+    return (got.double() - exact).norm(dim=(2, 3)) / size.clamp_min(1e-9)
 
 
 NBITS = list(itertools.product((2, 3, 4, 8, 16), (2, 3, 4, 8, 16)))
@@ -205,7 +221,7 @@ def test_shapes_that_do_not_fit_are_named(query, mask, message):
 
 
 def test_backends_that_are_not_there_are_named():
-    assert available_backends() == ("torch",)
+    assert available_backends() == ("torch", "cpu")
     layer = filled_layer(100, backend="triton")
-    with pytest.raises(ValueError, match=r"`backend` must be one of \('torch',\) in this installation, got 'triton'"):
+    with pytest.raises(ValueError, match=r"`backend` must be one of \('torch', 'cpu'\) in this installation"):
         decode_attention(torch.zeros(2, 4, 1, 32), layer.view())

@@ -1,0 +1,144 @@
+"""The compiled CPU backend: compiling, choosing, refusing. Its numbers are checked in `test_decode_attention.py`."""
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvquant_hf.ops import cpu, decode_attention, dispatch, reference
+from kvquant_hf.ops.cpu import build
+from tests.ops.test_decode_attention import filled_layer
+
+ROOT = Path(__file__).parents[2]
+QUERY = torch.randn(2, 4, 1, 32)
+VARIANT = tuple({"KB": 4, "VB": 4, "D": 32, "DV": 32, "L": 32, "GK": 32, "GV": 32, "R": 2, "ROPE": 0}.items())
+
+
+@pytest.fixture
+def clean_slate(monkeypatch, tmp_path):
+    """An empty kernel directory and no memory of earlier compilations or warnings."""
+    monkeypatch.setenv("KVQUANT_HF_CACHE", str(tmp_path))
+    monkeypatch.setattr(dispatch, "_told", set())
+    caches = (build.compiler, build._compiler_version, cpu.kernel._function)
+    for function in caches:
+        function.cache_clear()
+    yield tmp_path
+    for function in caches:
+        function.cache_clear()
+
+
+def test_auto_uses_the_kernel(monkeypatch):
+    monkeypatch.setattr(reference, "decode_attention", lambda *args: pytest.fail("the reference was used"))
+    decode_attention(QUERY, filled_layer(100).view())
+
+
+def test_a_variant_is_compiled_once_and_kept(clean_slate):
+    layer = filled_layer(100)
+    decode_attention(QUERY, layer.view())
+    libraries = list((clean_slate / "kernels").iterdir())
+    assert [path.suffix for path in libraries] == [".so"]
+    written = libraries[0].stat().st_mtime_ns
+    cpu.kernel._function.cache_clear()
+    decode_attention(QUERY, layer.view())
+    assert list((clean_slate / "kernels").iterdir()) == libraries
+    assert libraries[0].stat().st_mtime_ns == written
+
+
+def test_several_processes_may_compile_at_once(clean_slate):
+    code = (
+        "import importlib.util as u; spec = u.spec_from_file_location('build', 'kvquant_hf/ops/cpu/build.py');"
+        "build = u.module_from_spec(spec); spec.loader.exec_module(build);"
+        f"print(build.load({VARIANT!r}).kvquant_decode is not None)"
+    )
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(4)
+    ]
+    assert [process.communicate(timeout=120)[0] for process in running] == ["True\n"] * 4
+    assert [path.suffix for path in (clean_slate / "kernels").iterdir()] == [".so"]
+
+
+def test_without_a_compiler_one_warning_names_the_fix(clean_slate, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    layer = filled_layer(100)
+    with pytest.warns(
+        UserWarning, match=r"no C\+\+ compiler was found \(looked for no-such-compiler\).*apt install g"
+    ):
+        output = decode_attention(QUERY, layer.view())
+    torch.testing.assert_close(output, reference.decode_attention(QUERY, layer.view(), None, 32**-0.5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decode_attention(QUERY, layer.view())
+    strict = filled_layer(100, backend="cpu")
+    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler"):
+        decode_attention(QUERY, strict.view())
+
+
+def test_a_failing_compiler_is_quoted(clean_slate, monkeypatch, tmp_path):
+    broken = tmp_path / "broken-c++"
+    broken.write_text("#!/bin/sh\n[ \"$1\" = --version ] && exit 0\necho 'internal compiler trouble' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.warns(UserWarning, match=r"internal compiler trouble"):
+        decode_attention(QUERY, filled_layer(100).view())
+    assert not list((clean_slate / "kernels").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"key": {"nbits": 16}}, "an unquantized side"),
+        ({"key": {"granularity": "per_token"}}, "keys per_token and values per_token"),
+        ({"head_dim": 40}, r"head sizes 40 and 40"),
+    ],
+)
+def test_what_the_kernel_cannot_read_is_named_once(clean_slate, settings, reason):
+    layer = filled_layer(100, **settings)
+    query = torch.randn(2, 4, 1, layer.view().key_shape[3])
+    with pytest.warns(UserWarning, match=reason):
+        decode_attention(query, layer.view())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decode_attention(query, layer.view())
+    strict = filled_layer(100, backend="cpu", **settings)
+    with pytest.raises(ValueError, match=f"`backend='cpu'` does not read {reason}"):
+        decode_attention(query, strict.view())
+
+
+def test_gradients_go_through_the_reference_or_are_refused():
+    query = QUERY.clone().requires_grad_()
+    decode_attention(query, filled_layer(100).view()).sum().backward()
+    assert query.grad.abs().sum() > 0
+    with pytest.raises(ValueError, match="computes no gradients"):
+        decode_attention(query, filled_layer(100, backend="cpu").view())
+
+
+@pytest.mark.parametrize("tokens", [300, 3000])
+def test_threads_change_nothing_but_rounding(tokens):
+    layer, before = filled_layer(tokens, batch_size=1, kv_heads=1), torch.get_num_threads()
+    query = torch.randn(1, 3, 1, 32)
+    try:
+        torch.set_num_threads(1)
+        alone = decode_attention(query, layer.view())
+        torch.set_num_threads(2)
+        together = decode_attention(query, layer.view())
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_scales_in_float32_are_read():
+    layer = filled_layer(100)
+    big = 1e5 * torch.randn(2, 2, 64, 32)
+    layer.update(big, big)
+    assert layer._stores[0].scale.dtype == torch.float32
+    view = layer.view(1)
+    query = 1e-5 * QUERY
+    torch.testing.assert_close(
+        cpu.decode_attention(query, view, None, 0.2),
+        reference.decode_attention(query, view, None, 0.2),
+        rtol=1e-4,
+        atol=1e-2,
+    )
