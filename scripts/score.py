@@ -1,0 +1,221 @@
+#!/usr/bin/env python3
+"""Score quantized caches on a text, teacher-forced through the cache, against the dense cache.
+
+    python scripts/score.py --model DIR --quant k8v8 k4v4 k2v2,residual_length=64 my.yaml --text wiki.test.raw
+    python scripts/score.py --model DIR --quant k4v4 --baseline hf-quanto hf-quanto:2 hf-hqq --text book.txt \
+        --start "Chapter 13" --chunks 2 --text LICENSE --chunks 1 --json out/score.json
+
+A window of --context tokens is fed as a prefill of --prefill tokens and then in pieces of --step tokens, each of which
+attends to what the cache gives back; every token after the prefill is scored. `bits` count everything that the cache
+of a 16-bit model holds after such a window; `bits (q)` the quantized part alone, scales and zero points included.
+--text may be repeated; --start and --chunks then hold for the texts in their order (one --chunks holds for all).
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from kvquant_hf import KVQuantConfig, QuantCache, list_presets
+from kvquant_hf._compat import cache_kwargs
+from kvquant_hf.eval import (
+    BASELINES,
+    CacheFactory,
+    HeldBits,
+    Protocol,
+    Score,
+    baseline_factory,
+    load_text,
+    locate,
+    parse_quant,
+    replayed_bits,
+    run_environment,
+    score_windows,
+    token_windows,
+)
+from kvquant_hf.eval.bits import layer_shapes
+from kvquant_hf.eval.score import REFERENCE
+
+BITS_DTYPE = torch.bfloat16
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="directory or hub id")
+    parser.add_argument(
+        "--quant",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="preset or YAML path, each with optional settings: k2v2,residual_length=64,key.nbits=3",
+    )
+    parser.add_argument("--all-presets", action="store_true", help="score every preset")
+    parser.add_argument(
+        "--baseline",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help=f"Transformers' QuantizedCache: {', '.join(BASELINES)}, with optional width as in hf-quanto:2",
+    )
+    parser.add_argument("--text", type=Path, action="append", required=True, help="UTF-8 text or raw WikiText split")
+    parser.add_argument(
+        "--start", action="append", default=[], help='character offset, or how a line begins: "Chapter 13" (default 0)'
+    )
+    parser.add_argument("--chunks", type=int, action="append", default=[], help="windows of a text (default 4)")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of a window (default %(default)s)")
+    parser.add_argument("--prefill", type=int, default=256, help="tokens fed at once first (default %(default)s)")
+    parser.add_argument("--step", type=int, default=64, help="tokens of each later piece (default %(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--attn", default="sdpa", metavar="NAME", help="attention implementation (default sdpa)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1: safe on a shared machine)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write everything to this file")
+    options = parser.parse_args(arguments)
+    if len(options.start) > len(options.text):
+        parser.error(f"{len(options.start)} times --start for {len(options.text)} --text")
+    options.start += ["0"] * (len(options.text) - len(options.start))
+    options.chunks = options.chunks or [4]
+    if len(options.chunks) == 1:
+        options.chunks *= len(options.text)
+    if len(options.chunks) != len(options.text):
+        parser.error(f"{len(options.chunks)} times --chunks for {len(options.text)} --text")
+    if options.all_presets:
+        options.quant += [name for name in list_presets() if name not in options.quant]
+    if not options.quant and not options.baseline:
+        parser.error("name at least one --quant or --baseline")
+    return options
+
+
+def read_windows(
+    options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
+) -> tuple[torch.Tensor, list[dict[str, object]]]:
+    """Windows of all texts `[N, context]`, and what they are made of."""
+    windows, texts = [], []
+    for path, start, chunks in zip(options.text, options.start, options.chunks, strict=True):
+        text = load_text(path)
+        first = locate(text, start)
+        windows.append(token_windows(tokenizer, text[first:], options.context, chunks))
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        texts.append({"text": path.name, "sha256": digest, "start": start, "offset": first, "chunks": chunks})
+    return torch.cat(windows), texts
+
+
+def cache_factories(
+    options: argparse.Namespace, model: PreTrainedModel
+) -> tuple[dict[str, CacheFactory], dict[str, KVQuantConfig]]:
+    """Makers of fresh caches by name, and the settings of ours."""
+    configs = {name: parse_quant(name) for name in options.quant}
+
+    def maker(config: KVQuantConfig) -> CacheFactory:
+        return lambda: QuantCache(model, config)
+
+    factories = {name: maker(config) for name, config in configs.items()}
+    factories |= {name: baseline_factory(name, model.config) for name in options.baseline}
+    for make_cache in factories.values():
+        make_cache()  # a setting that this model cannot have is refused before anything is run
+    return factories, configs
+
+
+def measure_bits(
+    model: PreTrainedModel, window: torch.Tensor, factories: dict[str, CacheFactory], protocol: Protocol
+) -> dict[str, HeldBits]:
+    """What each cache holds after a window, were the model one of 16 bits."""
+    dense = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=window[None, :2], use_cache=True, **cache_kwargs(dense))
+    shapes = layer_shapes(dense)
+    makers = {REFERENCE: lambda: DynamicCache(config=model.config), **factories}
+    return {name: replayed_bits(make, shapes, protocol.pieces(), BITS_DTYPE) for name, make in makers.items()}
+
+
+def table(scores: dict[str, Score], bits: dict[str, HeldBits]) -> str:
+    width = max(len(name) for name in scores)
+    lines = [f"{'cache':<{width}}   bits  bits (q)  perplexity    ratio       KL  top-1"]
+    dense = scores[REFERENCE].perplexity
+    for name, score in scores.items():
+        quantized = bits[name].bits_per_value_quantized
+        quantized_text = "-" if quantized is None else f"{quantized:.2f}"
+        lines.append(
+            f"{name:<{width}}  {bits[name].bits_per_value:>5.2f}  {quantized_text:>8}"
+            f"  {score.perplexity:>10.3f}  {score.perplexity / dense:>7.4f}  {score.kl:>7.5f}  {score.top1:>5.3f}"
+        )
+    return "\n".join(lines)
+
+
+def run(options: argparse.Namespace) -> dict[str, object]:
+    torch.set_num_threads(options.threads)
+    logging.disable_progress_bar()
+    protocol = Protocol(options.context, options.prefill, options.step)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    windows, texts = read_windows(options, tokenizer)
+    model = AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=getattr(torch, options.dtype), attn_implementation=options.attn
+    )
+    model = model.to(options.device).eval()
+    windows = windows.to(options.device)
+    factories, configs = cache_factories(options, model)
+    total = len(windows) * protocol.scored * (1 + len(factories))
+    with tqdm(total=total, unit="tok", desc="scoring", disable=None) as bar:
+
+        def progress(name: str, tokens: int) -> None:
+            bar.set_postfix_str(name, refresh=False)
+            bar.update(tokens)
+
+        scores = score_windows(model, windows, factories, protocol, progress)
+    bits = measure_bits(model, windows[0], factories, protocol)
+
+    model_name = Path(options.model).name if Path(options.model).is_dir() else options.model
+    tokens = scores[REFERENCE].tokens
+    print(f"{model_name}, {options.dtype}, {len(windows)} windows of {options.context} tokens, {tokens} scored")
+    print(table(scores, bits))
+    results = [
+        {
+            "model": model_name,
+            "quant": name,
+            "bits_per_value": bits[name].bits_per_value,
+            "bits_per_value_quantized": bits[name].bits_per_value_quantized,
+            "memory_bytes": bits[name].memory_bytes,
+            "perplexity": score.perplexity,
+            "ratio": score.perplexity / scores[REFERENCE].perplexity,
+            "kl": score.kl,
+            "top1": score.top1,
+            "tokens": score.tokens,
+        }
+        for name, score in scores.items()
+    ]
+    return {
+        "environment": run_environment(options.device),
+        "protocol": {**asdict(protocol), "dtype": options.dtype, "attention": options.attn},
+        "bits_dtype": str(BITS_DTYPE).removeprefix("torch."),
+        "texts": texts,
+        "configs": {name: config.to_dict() for name, config in configs.items()},
+        "results": results,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    try:
+        report = run(options)
+    except (ValueError, ImportError, OSError) as error:
+        print(f"score.py: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        print(f"Written to {options.json}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
