@@ -51,6 +51,8 @@ def kvquant_attention_forward(
     named = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if named:
         raise ValueError(f"`attn_implementation='kvquant'` does not support {named}; use 'sdpa' or 'eager'.")
+    if kwargs.get("output_attentions"):
+        raise ValueError("`attn_implementation='kvquant'` does not support `output_attentions=True`; use 'eager'.")
     if not isinstance(key, LazyKV):
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

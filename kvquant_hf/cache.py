@@ -19,6 +19,9 @@ from kvquant_hf.padding import padding_of_mask, padding_of_positions
 from kvquant_hf.rope_probe import find_rotations
 from kvquant_hf.storage import storage_bytes
 
+# What a saved cache and the model that continues it must agree on, as the model's config names it.
+_MODEL_FACTS = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
 
 class QuantCache(Cache):
     """A Transformers cache that stores keys and values in 2 to 8 bits.
@@ -69,6 +72,7 @@ class QuantCache(Cache):
             layer_config = self.quant_config.for_layer(i, len(layers), self.layer_types[i])
             layers[i] = QuantLayer(layer_config, rotations[i].rotation, rotations[i].reason)
         self._fresh_layers = {i: copy.deepcopy(layer) for i, layer in enumerate(layers) if i not in self._quant_layers}
+        self.model_facts = {name: getattr(text_config, name, None) for name in _MODEL_FACTS}
         self._longrope_switch = _longrope_switch(text_config)
         self._padding: torch.Tensor | None = None
         self._user_defined = False
@@ -251,6 +255,7 @@ class QuantCache(Cache):
             RuntimeError: A sliding layer of Transformers no longer holds what a shorter sequence would need. Nothing
                 has changed then.
         """
+        tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(
                 f"`tokens_to_remove` must be zero or negative, the number of tokens to remove; got {tokens_to_remove}."

@@ -344,6 +344,7 @@ class QuantLayer(CacheLayerMixin):
         Raises:
             ValueError: The count is positive.
         """
+        tokens_to_remove = int(tokens_to_remove)  # `generate` may count on the device
         if tokens_to_remove > 0:
             raise ValueError(
                 f"`tokens_to_remove` must be zero or negative, the number of tokens to remove; got {tokens_to_remove}."
@@ -372,6 +373,8 @@ class QuantLayer(CacheLayerMixin):
                     window.truncate(0)
                 else:
                     window.replace(kept[i])
+        if self._sinks is not None and length < self._sinks[0].shape[2]:
+            self._sinks = (self._sinks[0][:, :, :length].clone(), self._sinks[1][:, :, :length].clone())
         self._length = length
         self._epoch[0] += 1
 

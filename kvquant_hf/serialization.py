@@ -50,6 +50,7 @@ def save_cache(cache: "QuantCache", path: Path) -> None:
             "version": FORMAT_VERSION,
             "sha256": _sha256(data),
             "quant_config": cache.quant_config.to_dict(),
+            "model": cache.model_facts,
             "layer_types": list(cache.layer_types),
             "layers": layers,
         }
@@ -80,6 +81,11 @@ def load_cache(
             f"{path} holds a cache of a model with the layer types {description['layer_types']}, `config` has "
             f"{list(cache.layer_types)}."
         )
+    if cache.model_facts != description["model"]:
+        raise ValueError(
+            f"{path} holds a cache of a model with {description['model']}, `config` has {cache.model_facts}: heads, "
+            "layers or shapes differ."
+        )
     for i, (layer, facts) in enumerate(zip(cache.layers, description["layers"], strict=True)):
         prefix = f"layers.{i}."
         state = {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
@@ -107,7 +113,7 @@ def _read_description(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{note} has the format version {description.get('version')!r}, this release reads {FORMAT_VERSION}."
         )
-    missing = {"sha256", "quant_config", "layer_types", "layers"} - set(description)
+    missing = {"sha256", "quant_config", "model", "layer_types", "layers"} - set(description)
     if missing:
         raise ValueError(f"{note} is damaged: it lacks {sorted(missing)}.")
     if len(description["layers"]) != len(description["layer_types"]):

@@ -137,6 +137,15 @@ def model_or_skip(family: str, attention: str, **overrides: Any) -> PreTrainedMo
         pytest.skip(f"Transformers has no {attention} attention for {family}")
 
 
+def steady_model(family: str = "llama", **overrides: Any) -> PreTrainedModel:
+    """A tiny model of one layer in float64, for comparing what two runs quantize.
+
+    Its keys and values depend on token and position alone, and rounding is far too small to tip a code from one level
+    to the next, whatever the shapes of the two runs are.
+    """
+    return tiny_model(family, **{"num_hidden_layers": 1, **overrides}).double()
+
+
 @torch.no_grad()
 def forward(
     model: PreTrainedModel, ids: torch.Tensor, cache: Cache | None, mask: torch.Tensor | None = None, **kwargs: Any

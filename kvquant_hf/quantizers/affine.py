@@ -40,20 +40,25 @@ class AffineQuantizer:
         if self.clip == "mse":
             scale, zero_point = self._clipped(fitted, low, high, scale, zero_point, dtype)
         codes = self._codes(groups, scale, zero_point)
-        return QuantizedGroups(
-            codes.to(torch.uint8).flatten(-2)[..., : rows.shape[-1]], scale, None if self.symmetric else zero_point
-        )
+        return QuantizedGroups(codes.to(torch.uint8).flatten(-2)[..., : rows.shape[-1]], scale, zero_point)
 
     def dequantize(self, codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None) -> torch.Tensor:
         """Values of codes, see `Quantizer.dequantize`."""
         length = codes.shape[-1]
-        scale = scale.float()
-        zero_point = scale * -self._middle if zero_point is None else zero_point.float()
         if length % self.group_size == 0:
             groups = codes.reshape(*codes.shape[:-1], -1, self.group_size).float()
-            return torch.addcmul(zero_point[..., None], groups, scale[..., None]).flatten(-2)
-        scale, zero_point = (t.repeat_interleave(self.group_size, -1)[..., :length] for t in (scale, zero_point))
-        return torch.addcmul(zero_point, codes.float(), scale)
+            return self._values(groups, scale, zero_point).flatten(-2)
+        scale = scale.repeat_interleave(self.group_size, -1)[..., :length]
+        if zero_point is not None:
+            zero_point = zero_point.repeat_interleave(self.group_size, -1)[..., :length]
+        return self._values(codes.float()[..., None], scale, zero_point).squeeze(-1)
+
+    def _values(self, codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None) -> torch.Tensor:
+        """Values of float codes `[..., groups, n]` with parameters `[..., groups]`."""
+        step = scale.float()[..., None]
+        if zero_point is None:
+            return (codes - self._middle) * step
+        return torch.addcmul(zero_point.float()[..., None], codes, step)
 
     @property
     def _middle(self) -> int:
@@ -85,23 +90,22 @@ class AffineQuantizer:
 
     def _parameters(
         self, low: torch.Tensor, high: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stored scale and zero point whose grid covers `low … high`."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Stored scale and zero point (none for symmetric codes) whose grid covers `low … high`."""
         if self.symmetric:
-            scale = _rounded(high / (self._levels // 2), dtype, up=True)
-            return scale, scale.float() * -self._middle
+            return _rounded(high / (self._levels // 2), dtype, up=True), None
         zero_point = _rounded(low, dtype, up=False)
         # Divided first: the difference of two large numbers of opposite sign may not be finite.
         scale = _rounded(high / self._levels - zero_point.float() / self._levels, dtype, up=True)
         return scale, zero_point
 
-    def _codes(self, groups: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor) -> torch.Tensor:
+    def _codes(self, groups: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None) -> torch.Tensor:
         step = scale.float()[..., None]
         # A step too small for its reciprocal to be finite belongs to a group that is constant for all purposes.
         inverse = torch.where(step >= torch.finfo(torch.float32).tiny, 1 / step, 0)
-        lowest = 1 if self.symmetric else 0
-        codes = ((groups - zero_point.float()[..., None]) * inverse).round_()
-        return codes.clamp_(lowest, lowest + self._levels)
+        if zero_point is None:
+            return (groups * inverse).round_().add_(self._middle).clamp_(1, 1 + self._levels)
+        return ((groups - zero_point.float()[..., None]) * inverse).round_().clamp_(0, self._levels)
 
     def _clipped(
         self,
@@ -109,24 +113,27 @@ class AffineQuantizer:
         low: torch.Tensor,
         high: torch.Tensor,
         scale: torch.Tensor,
-        zero_point: torch.Tensor,
+        zero_point: torch.Tensor | None,
         dtype: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Per group, the range among `_CLIP_SHARES` of the full one whose codes have the least squared error."""
         best = self._squared_error(groups, scale, zero_point)
         middle, half = low / 2 + high / 2, high / 2 - low / 2
         for share in _CLIP_SHARES:
-            candidate = self._parameters(middle - share * half, middle + share * half, dtype)
-            error = self._squared_error(groups, *candidate)
+            new_scale, new_zero_point = self._parameters(middle - share * half, middle + share * half, dtype)
+            error = self._squared_error(groups, new_scale, new_zero_point)
             better = error < best
             best = torch.where(better, error, best)
-            scale = torch.where(better, candidate[0], scale)
-            zero_point = torch.where(better, candidate[1], zero_point)
+            scale = torch.where(better, new_scale, scale)
+            if zero_point is not None and new_zero_point is not None:
+                zero_point = torch.where(better, new_zero_point, zero_point)
         return scale, zero_point
 
-    def _squared_error(self, groups: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor) -> torch.Tensor:
+    def _squared_error(
+        self, groups: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None
+    ) -> torch.Tensor:
         codes = self._codes(groups, scale, zero_point)
-        return torch.addcmul(zero_point.float()[..., None] - groups, codes, scale.float()[..., None]).square_().sum(-1)
+        return self._values(codes, scale, zero_point).sub_(groups).square_().sum(-1)
 
 
 def _rounded(values: torch.Tensor, dtype: torch.dtype, *, up: bool) -> torch.Tensor:

@@ -23,6 +23,7 @@ from harness import (
     random_states,
     roll,
     settings,
+    steady_model,
 )
 from tiny_models import tiny_model
 
@@ -36,6 +37,17 @@ def padded_cache(model, mask, quant=Q):
     if not PASSES_POSITIONS:
         cache.set_padding(mask)
     return cache
+
+
+def in_chunks(model, cache, ids, steps, mask=None, size=5):
+    """Logits of `steps`, fed in chunks of `size` tokens on top of the prompt `ids`."""
+    forward(model, ids, cache, mask)
+    logits = []
+    for chunk in steps.split(size, dim=1):
+        if mask is not None:
+            mask = torch.cat([mask, torch.ones_like(chunk)], dim=1)
+        logits.append(forward(model, chunk, cache, mask))
+    return torch.cat(logits, dim=1)
 
 
 @each_lossless
@@ -63,14 +75,16 @@ def test_a01_padding_costs_no_quality(announce):
     for seed in range(6):
         ids, mask = left_pad(random_ids(3, LENGTH, seed), PADS)
         steps = random_ids(3, 40, seed + 100)
-        reference = roll(model, dynamic_cache(model), ids, steps, mask)
         cache = quant_cache(model)
         if announce == "set_padding":
             cache.set_padding(mask)
-        batch = roll(model, cache, ids, steps, mask)
+        reference, batch = (
+            in_chunks(model, dynamic_cache(model), ids, steps, mask),
+            in_chunks(model, cache, ids, steps, mask),
+        )
         assert cache.quantized_length(0) > 0
         for row, pad in enumerate(PADS):
-            single = roll(model, quant_cache(model), ids[row : row + 1, pad:], steps[row : row + 1])
+            single = in_chunks(model, quant_cache(model), ids[row : row + 1, pad:], steps[row : row + 1])
             padded[row].append(kl(reference[row], batch[row]))
             alone[row].append(kl(reference[row], single[0]))
     for row in range(3):
@@ -137,7 +151,7 @@ def test_a01_a_row_of_padding_only_harms_nobody():
 
 @pytest.mark.parametrize("quant", [Q, settings(residual=4096)], ids=["K4V4", "lossless"])
 def test_a01_dropping_the_longest_row_keeps_the_others(quant):
-    model = tiny_model("llama")
+    model = steady_model()
     ids, mask = left_pad(random_ids(3, LENGTH), PADS)
     steps = random_ids(3, 60, seed=1)
     keep = torch.tensor([0, 1])
@@ -150,4 +164,4 @@ def test_a01_dropping_the_longest_row_keeps_the_others(quant):
         mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
         token = steps[keep, index : index + 1]
         assert_close(forward(model, token, dropped, mask), forward(model, token, kept, mask))
-    assert_close(dropped.dequantize(1)[0], kept.dequantize(1)[0], 1e-4, "keys")
+    assert_close(dropped.dequantize(0)[0], kept.dequantize(0)[0], 1e-4, "keys")

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from harness import dynamic_cache, kl, quant_cache, random_ids, roll, settings
+from harness import dynamic_cache, kl, quant_cache, random_ids, scored_chunk, settings
 from tiny_models import tiny_model
 
 
 def quality(quant, offset, seeds=4):
     """Mean KL of a tiny Qwen2 whose key bias is zero but for `+offset` at channel 3 and `-offset` at channel 19."""
     total = 0.0
+    prefill, step = 60, 10
     for seed in range(seeds):
         model = tiny_model("qwen2", seed=seed)
         with torch.no_grad():
@@ -16,9 +17,10 @@ def quality(quant, offset, seeds=4):
                 layer.self_attn.k_proj.bias.zero_()
                 layer.self_attn.k_proj.bias[3] = offset
                 layer.self_attn.k_proj.bias[19] = -offset
-        ids, steps = random_ids(1, 60, seed), random_ids(1, 60, seed + 50)
+        ids = random_ids(2, 120, seed)
         cache = quant_cache(model, quant)
-        total += kl(roll(model, dynamic_cache(model), ids, steps), roll(model, cache, ids, steps))
+        reference = scored_chunk(model, dynamic_cache(model), ids, prefill, step)
+        total += kl(reference, scored_chunk(model, cache, ids, prefill, step))
         assert cache.quantized_length(0) > 60
     return total / seeds
 

@@ -14,6 +14,7 @@ from harness import (
     random_ids,
     random_states,
     settings,
+    steady_model,
 )
 from tiny_models import tiny_model
 
@@ -66,7 +67,7 @@ def test_a08_the_same_states_give_the_same_cache_bit_for_bit(quant, length):
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a08_chunked_forwards_give_the_same_logits(length, attention):
-    model = tiny_model("llama", num_hidden_layers=1, attn_implementation=attention)
+    model = steady_model(attn_implementation=attention)
     ids, last = random_ids(2, length), random_ids(2, 1, seed=1)
     reference = quant_cache(model)
     forward(model, ids, reference)
@@ -100,8 +101,8 @@ def test_a08_chunks_of_a_padded_batch():
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 33, 100])
 def test_a08_prefill_chunk_size(chunk):
-    """A one-layer model, so that the stored states of the prompt cannot differ; generation then agrees."""
-    model = tiny_model("llama", num_hidden_layers=1)
+    """The stored states of the prompt are those of a prefill in one piece."""
+    model = steady_model()
     ids = random_ids(2, 90)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False}
     whole, chunked = quant_cache(model), quant_cache(model)

@@ -18,6 +18,7 @@ from harness import (
     random_states,
     roll,
     settings,
+    steady_model,
 )
 from tiny_models import tiny_model
 
@@ -40,23 +41,14 @@ def test_a10_gqa_lossless_equals_dynamic_cache(kv_heads, attention, lossless, pa
 @pytest.mark.parametrize("head_dim", [16, 24, 40])
 @pytest.mark.parametrize("pads", [(9, 0), None], ids=["left-padded", "unpadded"])
 def test_a10_sdpa_reads_what_eager_reads(kv_heads, head_dim, pads):
-    """The fused path over codes equals attention over the dequantized tensors.
-
-    One layer: what is stored cannot depend on how attention rounds, so no code flips between the two runs.
-    """
+    """The fused path over codes equals attention over the dequantized tensors."""
     ids, mask = random_ids(2, 60), None
     if pads:
         ids, mask = left_pad(ids, pads)
     steps = random_ids(2, 20, seed=1)
     logits = []
     for attention in ("eager", "sdpa"):
-        model = tiny_model(
-            "llama",
-            num_hidden_layers=1,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            attn_implementation=attention,
-        )
+        model = steady_model(num_key_value_heads=kv_heads, head_dim=head_dim, attn_implementation=attention)
         cache = quant_cache(model)
         logits.append(roll(model, cache, ids, steps, mask))
         assert cache.quantized_length(0) == expected_quantized(80)
@@ -116,7 +108,7 @@ def test_a10_sdpa_equals_eager_at_every_length(lengths):
     for residual, sinks in ((0, 0), (16, 4), (1, 1)):
         outputs = []
         for attention in ("eager", "sdpa"):
-            model = tiny_model("llama", num_hidden_layers=1, attn_implementation=attention)
+            model = steady_model(attn_implementation=attention)
             cache = quant_cache(model, settings(residual=residual, sinks=sinks))
             parts = [
                 forward(model, random_ids(2, length, seed=index), cache)

@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from harness import Q, assert_close, dynamic_cache, forward, quant_cache, random_ids, random_states, settings
+from harness import (
+    Q,
+    assert_close,
+    dynamic_cache,
+    forward,
+    quant_cache,
+    random_ids,
+    random_states,
+    settings,
+    steady_model,
+)
 from tiny_models import tiny_model
 
 VARIANTS = {
@@ -17,7 +27,7 @@ each_variant = pytest.mark.parametrize("quant", list(VARIANTS.values()), ids=lis
 
 @each_variant
 def test_a12_row_alone_equals_row_in_batch(quant):
-    model = tiny_model("llama")
+    model = steady_model()
     ids, token = random_ids(4, 70), random_ids(4, 1, seed=1)
     batch = quant_cache(model, quant)
     forward(model, ids, batch)
