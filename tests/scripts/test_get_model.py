@@ -123,6 +123,14 @@ def test_a_failed_conversion_leaves_no_model(index: Index, tmp_path: Path) -> No
     assert get_model.ready(prepare(index, tmp_path), get_model.RECIPES["toy"])
 
 
+def test_remains_of_a_killed_run_are_removed(index: Index, tmp_path: Path) -> None:
+    making = tmp_path / ".toy.making" / "model"
+    making.mkdir(parents=True)
+    (making / "half_written").write_text("")
+    assert {path.name for path in prepare(index, tmp_path).iterdir()} == {"config.json", get_model.STAMP}
+    assert not leftovers(tmp_path)
+
+
 def test_concurrent_runs_prepare_once(index: Index, tmp_path: Path) -> None:
     together = threading.Barrier(3)
     index.before_stamp = lambda: time.sleep(0.2)  # long enough for the others to arrive
