@@ -58,7 +58,10 @@ class AffineQuantizer:
         step = scale.float()[..., None]
         if zero_point is None:
             return (codes - self._middle) * step
-        return torch.addcmul(zero_point.float()[..., None], codes, step)
+        offset, shrink = zero_point.float()[..., None], _headroom(scale)
+        if shrink == 1:
+            return torch.addcmul(offset, codes, step)
+        return torch.addcmul(offset * shrink, codes, step * shrink).div_(shrink)
 
     @property
     def _middle(self) -> int:
@@ -100,12 +103,15 @@ class AffineQuantizer:
         return scale, zero_point
 
     def _codes(self, groups: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None) -> torch.Tensor:
-        step = scale.float()[..., None]
+        shrink = _headroom(scale)
+        step = scale.float()[..., None] * shrink
         # A step too small for its reciprocal to be finite belongs to a group that is constant for all purposes.
         inverse = torch.where(step >= torch.finfo(torch.float32).tiny, 1 / step, 0)
+        if shrink != 1:
+            groups = groups * shrink
         if zero_point is None:
             return (groups * inverse).round_().add_(self._middle).clamp_(1, 1 + self._levels)
-        return ((groups - zero_point.float()[..., None]) * inverse).round_().clamp_(0, self._levels)
+        return ((groups - zero_point.float()[..., None] * shrink) * inverse).round_().clamp_(0, self._levels)
 
     def _clipped(
         self,
@@ -134,6 +140,11 @@ class AffineQuantizer:
     ) -> torch.Tensor:
         codes = self._codes(groups, scale, zero_point)
         return self._values(codes, scale, zero_point).sub_(groups).square_().sum(-1)
+
+
+def _headroom(scale: torch.Tensor) -> float:
+    """Power of two by which differences are computed smaller: float32 parameters may span more than float32 holds."""
+    return 0.25 if scale.dtype == torch.float32 else 1.0
 
 
 def _rounded(values: torch.Tensor, dtype: torch.dtype, *, up: bool) -> torch.Tensor:
