@@ -41,6 +41,8 @@ class BlockStore:
         self.codes: torch.Tensor | None = None
         self.scale: torch.Tensor | None = None
         self.zero_point: torch.Tensor | None = None
+        # What a backend remembers about the stored tensors. Keys and values change together.
+        self.memo: dict[str, Any] = {}
         self._quantizer: Quantizer | None = QUANTIZERS[spec.method](spec) if spec.is_quantized else None
         row_length = block_length if spec.granularity == "per_channel" else head_dim
         self.layout = PlanarLayout(spec.nbits, row_length) if spec.is_quantized else None
@@ -73,6 +75,7 @@ class BlockStore:
             encoded: What `encode` returned.
             spare: Leave room for later blocks when the buffers have to grow.
         """
+        self.memo.clear()
         count = encoded.codes.shape[2]
         needed = self.num_blocks + count
         room = max(_BLOCK_CHUNK, needed // _GROWTH_SHARE) - 1 if spare else 0
@@ -116,16 +119,21 @@ class BlockStore:
 
     def truncate(self, num_blocks: int) -> None:
         """Forget the blocks from `num_blocks` on."""
+        self.memo.clear()
         self.num_blocks = min(self.num_blocks, num_blocks)
         if self.num_blocks == 0:
             self.codes = self.scale = self.zero_point = None
 
     def map(self, function: TensorMap) -> None:
         """Replace every stored tensor by what `function` makes of it (batch selection, device moves)."""
+        self.memo.clear()
         for name in ("codes", "scale", "zero_point"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, function(tensor))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"memo": {}}  # addresses mean nothing in a copy
 
     def bytes_by_part(self) -> dict[str, int]:
         """Bytes in use by `codes`, `scales` and `zero_points`, and `unused` ones."""
@@ -150,6 +158,7 @@ class BlockStore:
             ValueError: A tensor is missing or has a shape or dtype that the settings do not allow.
         """
         self._check_state(state)
+        self.memo.clear()
         self.codes, self.scale, self.zero_point = (state.get(name) for name in ("codes", "scale", "zero_point"))
         self.num_blocks = 0 if self.codes is None else self.codes.shape[2]
 

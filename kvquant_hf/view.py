@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -89,6 +90,11 @@ class KVView:
     def block_length(self) -> int:
         """Tokens in a block."""
         return self.key_store.block_length
+
+    @property
+    def memo(self) -> dict[str, Any]:
+        """What backends remember about the blocks; empty again whenever these change."""
+        return self.key_store.memo
 
     def check_current(self) -> None:
         """Raise if the layer has changed since the view was made.

@@ -10,7 +10,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).parent / "decode.cpp"
+SOURCES = Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")
 # Sums of products may be reordered and fused; infinities stay meaningful (masked scores).
 _FLAGS = (
@@ -68,31 +68,40 @@ def _processor() -> str:
 
 
 @cache
+def _text(source: Path) -> str:
+    """A source and what it includes."""
+    return "".join(path.read_text(encoding="utf-8") for path in (source, *sorted(SOURCES.glob("*.h"))))
+
+
+@cache
 def _compiler_version() -> str:
     return subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
 
 
-def load(defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
-    """The library of one variant, compiled if nobody has yet.
+def load(name: str, defines: tuple[tuple[str, int], ...] = (), extra: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """The library of one variant of `<name>.cpp`, compiled if nobody has yet.
 
     Several processes may compile the same variant at once: each writes a file of its own and renames it into place.
 
     Args:
-        defines: Macros of `decode.cpp`.
+        name: Source file, without its suffix.
+        defines: Its macros.
+        extra: Further compiler flags.
 
     Raises:
         BuildError: There is no compiler, or it failed.
     """
-    flags = [*_FLAGS, *_NATIVE, *(f"-D{name}={value}" for name, value in defines)]
-    identity = "\0".join([SOURCE.read_text(encoding="utf-8"), _compiler_version(), _processor(), *flags])
+    flags = [*_FLAGS, *_NATIVE, *extra, *(f"-D{macro}={value}" for macro, value in defines)]
+    source = SOURCES / f"{name}.cpp"
+    identity = "\0".join([_text(source), _compiler_version(), _processor(), *flags])
     directory = cache_directory()
-    library = directory / f"decode-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
+    library = directory / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
     if not library.is_file():
         directory.mkdir(parents=True, exist_ok=True)
         handle, scratch = tempfile.mkstemp(suffix=".so", dir=directory)
         os.close(handle)
         try:
-            command = [compiler(), *flags, str(SOURCE), "-o", scratch]
+            command = [compiler(), *flags, str(source), "-o", scratch]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise BuildError(f"`{' '.join(command)}` failed:\n{done.stderr.strip()[-2000:]}")

@@ -1,335 +1,499 @@
 // Decode attention over packed keys and values: dequantize, rotate, score, softmax and sum in one pass.
 //
 // Compiled once for each combination of
-//   KB VB   bits of key and value codes (2, 3, 4, 8)
-//   D DV    head size of keys and values (multiples of 16)
-//   L       tokens of a block; GK tokens and GV channels that share a scale
-//   R       query rows of one key/value head
-//   ROPE    0: keys are read as stored, 1: pairs (i, i + width/2), 2: pairs (2i, 2i + 1)
+//   KB VB    bits of key and value codes (2, 3, 4, 8), or 16: stored as they came
+//   D DV     head size of keys and values (multiples of 16)
+//   L        tokens of a block; GK tokens and GV channels share a scale
+//   R        query rows of one key/value head that share every load of its keys and values
+//   ROPE     0: keys are read as stored, 1: pairs (i, i + RW/2), 2: pairs (2i, 2i + 1)
+//   RO RW    first rotated channel and number of rotated channels
+//   KH VH    whether keys, values are stored in the Hadamard basis
+//   KIND     element type of exact tokens (enum Kind)
 //
-// Legend: B batch, H key/value heads, N blocks, T tokens. Rows of codes are packed as in packing.py: units of U codes,
-// so that one load, one shift and one mask give U/16 vectors of consecutive codes.
+// Legend: B batch, H key/value heads, G query heads that share one, N blocks, T tokens. Rows of codes are packed as in
+// packing.py: units of U codes, so that one load and one shift give sixteen consecutive codes.
 #include <atomic>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
-typedef float vf __attribute__((vector_size(64)));
-typedef int32_t vi __attribute__((vector_size(64)));
-typedef uint8_t v16u8 __attribute__((vector_size(16)));
-typedef uint64_t v2u64 __attribute__((vector_size(16)));
-typedef uint32_t v4u32 __attribute__((vector_size(16)));
-typedef uint16_t v8u16 __attribute__((vector_size(16)));
-typedef _Float16 v16h __attribute__((vector_size(32)));
-typedef float vfu __attribute__((vector_size(64), aligned(4)));
-typedef _Float16 v16hu __attribute__((vector_size(32), aligned(2)));
-
-#define NEG_INF (-__builtin_inff())
-static inline vf splat(float x) { return vf{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-static inline vf load(const float *p) { return *(const vfu *)p; }
-static inline void store(float *p, vf x) { *(vfu *)p = x; }
-template <class V, class P> static inline V raw(const P *p) { V v; memcpy(&v, p, sizeof v); return v; }
+#include "simd.h"
 
 constexpr int unit_of(int n) { return n % 32 == 0 ? 32 : 16; }
 constexpr int UK = unit_of(L), UV = unit_of(DV), WK = UK / 16, WV = UV / 16;
+constexpr int NB = L < 64 ? 64 / L : 1, TILE = NB * L;  // blocks and tokens that share one softmax step
+constexpr int HALF = RW / 2, PAIRS = (HALF + 15) / 16 * 16;
+constexpr int NGK = L / GK, NGV = (DV + GV - 1) / GV;
+constexpr int PARTS = VH ? 2 : 1;  // sums in the plain and in the Hadamard basis
+// Whether weighted sums of values go through 8-bit dot products.
+#define DOT8 (AVX512_DOT8 && VB != 16 && DV % 32 == 0)
+constexpr float LOG2E = 1.44269504088896340736f;
 
-// U codes of B bits at p, as U/16 vectors of floats.
-template <int B, int U> static inline void unpack(const uint8_t *p, vf *out) {
-  v16u8 code[2];
-  if constexpr (B == 8) {
-    for (int i = 0; i < U / 16; i++) code[i] = raw<v16u8>(p + 16 * i);
-  } else if constexpr (B == 4) {
-    if constexpr (U == 32) {
-      v16u8 b = raw<v16u8>(p);
-      code[0] = b & 15;
-      code[1] = b >> 4;
-    } else {
-      uint64_t w = raw<uint64_t>(p);
-      code[0] = (v16u8)(v2u64{w, w >> 4}) & 15;
-    }
-  } else {
-    if constexpr (U == 32) {
-      uint64_t w = raw<uint64_t>(p);
-      code[0] = (v16u8)(v2u64{w, w >> 2}) & 3;
-      code[1] = (v16u8)(v2u64{w >> 4, w >> 6}) & 3;
-    } else {
-      uint32_t w = raw<uint32_t>(p);
-      code[0] = (v16u8)(v4u32{w, w >> 2, w >> 4, w >> 6}) & 3;
-    }
-    if constexpr (B == 3) {
-      if constexpr (U == 32) {
-        uint32_t h = raw<uint32_t>(p + 8);
-        code[0] |= ((v16u8)(v4u32{h, h >> 1, h >> 2, h >> 3}) & 1) << 2;
-        code[1] |= ((v16u8)(v4u32{h >> 4, h >> 5, h >> 6, h >> 7}) & 1) << 2;
-      } else {
-        uint16_t h = raw<uint16_t>(p + 4);
-        v8u16 x = {h, uint16_t(h >> 1), uint16_t(h >> 2), uint16_t(h >> 3),
-                   uint16_t(h >> 4), uint16_t(h >> 5), uint16_t(h >> 6), uint16_t(h >> 7)};
-        code[0] |= ((v16u8)x & 1) << 2;
-      }
-    }
-  }
-  for (int i = 0; i < U / 16; i++) out[i] = __builtin_convertvector(__builtin_convertvector(code[i], vi), vf);
-}
-
-// 2^x for x <= 0, relative error about 2e-7; 0 far below.
-static inline vf exp2v(vf x) {
-  x = x < -126.f ? splat(-126.f) : x;
-  vf shifted = x + 12582912.f;
-  vi n = (vi)shifted - 0x4B400000;
-  vf f = x - (shifted - 12582912.f);
-  vf y = f * 1.53513695e-4f + 1.33988744e-3f;
-  y = y * f + 9.61843735e-3f;
-  y = y * f + 5.55033080e-2f;
-  y = y * f + 2.40226479e-1f;
-  y = y * f + 6.93147182e-1f;
-  y = y * f + 1.0f;
-  vf r = (vf)((vi)y + (n << 23));
-  return x <= -126.f ? vf{} : r;
-}
-static inline float hsum(vf v) { float s = 0; for (int i = 0; i < 16; i++) s += v[i]; return s; }
-static inline float hmax(vf v) { float s = v[0]; for (int i = 1; i < 16; i++) s = v[i] > s ? v[i] : s; return s; }
-static inline vf vmax(vf x, vf y) { return x > y ? x : y; }
-
-struct Exact {           // tokens kept as they came
-  const float *k, *v;    // [B, H, count, D]
-  int64_t kb, kh, vb, vh;  // strides of batch and head; tokens are contiguous
-  int64_t first, count;  // slot of the first in the mask
+struct Exact {                     // tokens kept as they came
+  const char *k, *v;               // [B, H, count, D]
+  int64_t kb, kh, kt, vb, vh, vt;  // strides of batch, head and token
+  int64_t first, count;            // column of the first in the mask
 };
 struct Args {
-  const float *q, *qb;   // [B, H, rows, D], scaled by log2(e): for exact tokens, for blocks
-  const uint8_t *kc, *vc;
-  const void *ks, *kz, *vs, *vz;  // scales and zero points, float16 or float32 (wide)
+  const char *q;                   // [B, H·G, q_len, D]
+  int64_t qb, qh, qt, kind;        // strides of batch, head and token; element type of query and output
+  char *out;                       // [B, H·G, q_len, DV], contiguous
+  const char *kc, *ks, *kz, *vc, *vs, *vz;         // codes, scales, zero points
   int64_t kcb, kch, ksb, ksh, vcb, vch, vsb, vsh;  // strides of batch and head, in elements
-  const float *mask;     // additive, times log2(e); [.., .., .., T], or null
-  int64_t mb, mh, mq;    // strides of batch, query head and query row
-  const float *cosa, *sina;  // [N, width/2] rotation of block starts
-  const float *cosb, *sinb;  // [width/2, L] rotation of offsets
+  int64_t kwide, vwide;            // whether scales and zero points are float32 instead of float16
+  const char *mask;                // [.., .., .., T] or null
+  int64_t mkind, mb, mh, mq;       // element type (3: boolean), strides of batch, query head and query row
+  const float *cosa, *sina;        // [N, PAIRS] rotation of block starts
+  const float *cosb, *sinb;        // [RW/2, L] rotation of offsets
+  float *scratch;                  // [tasks, R, 2 + PARTS · DV] for splits
+  int64_t batch, heads, group, q_len, blocks, first, splits;
   Exact exact[3];
-  float *out, *outb;     // [B, H, rows, DV]: exact and block part
-  float *scratch;        // [tasks, R, 2 + 2 DV] for splits
-  int64_t batch, heads, rows, q_len, blocks, first, offset, width, splits, wide;
 };
 
 struct State {
-  float peak[R], total[R];
-  alignas(64) float sum[2][R][DV];
+  float peak[R];
+  vf total[R], zero[VB == 16 ? 1 : R][NGV];  // zero: Σ weight · zero point of each group, one lane per token
+  alignas(64) float q[R][D], qb[KH ? R : 1][D], x[R][PAIRS + 1], y[R][PAIRS + 1];
+  alignas(64) float sum[PARTS][R][DV];
+  alignas(64) float s[R][TILE];
 };
 
-static inline vf meta(const void *p, int64_t i, bool wide) {
-  return wide ? load((const float *)p + i) : __builtin_convertvector((v16h) * (const v16hu *)((const _Float16 *)p + i), vf);
-}
-static inline float meta1(const void *p, int64_t i, bool wide) {
-  return wide ? ((const float *)p)[i] : (float)((const _Float16 *)p)[i];
+static void hadamard(float *x, int n) {
+  int width = n & -n;
+  for (int h = 1; h < width; h *= 2)
+    for (int i = 0; i < n; i += 2 * h)
+      for (int j = i; j < i + h; j++) {
+        float a = x[j], b = x[j + h];
+        x[j] = a + b;
+        x[j + h] = a - b;
+      }
+  float norm = std::sqrt((float)width);
+  for (int i = 0; i < n; i++) x[i] /= norm;
 }
 
-// Fold `count` scores of each row into the running softmax; scores become weights.
-template <int COUNT> static inline void soften(State &st, float (*s)[COUNT], int count) {
+INLINE vf meta(const char *p, int64_t i, bool wide) { return wide ? load((const float *)p + i) : half16(p + 2 * i); }
+
+// ---- softmax ---------------------------------------------------------------------------------------------------------
+
+static void rescale(State &st, int r, float decay) {
+  st.total[r] *= decay;
+  if (VB != 16) for (int g = 0; g < NGV; g++) st.zero[r][g] *= decay;
+  for (int part = 0; part < PARTS; part++)
+    for (int d = 0; d < DV; d += 16) store(&st.sum[part][r][d], load(&st.sum[part][r][d]) * decay);
+}
+
+// Scores of `count` tokens become weights of the running softmax.
+static inline void soften(State &st, int count) {
+  int full = (count + 15) / 16 * 16;
   for (int r = 0; r < R; r++) {
-    for (int t = count; t < COUNT; t++) s[r][t] = NEG_INF;
-    vf most = splat(st.peak[r]);
-    for (int t = 0; t < COUNT; t += 16) most = vmax(load(&s[r][t]), most);
-    float peak = hmax(most);
-    if (peak == NEG_INF) { for (int t = 0; t < count; t++) s[r][t] = 0; continue; }
-    float decay = st.peak[r] == NEG_INF ? 0.f : exp2f(st.peak[r] - peak);
-    if (decay != 1.f) {
-      st.total[r] *= decay;
-      for (int part = 0; part < 2; part++)
-        for (int d = 0; d < DV; d += 16) store(&st.sum[part][r][d], load(&st.sum[part][r][d]) * decay);
+    float *s = st.s[r];
+    for (int t = count; t < full; t++) s[t] = NEG_INF;
+    vf most = load(s);
+    for (int t = 16; t < full; t += 16) most = vmax(load(s + t), most);
+    if (any_above(most, st.peak[r])) {
+      float peak = hmax(most);
+      if (st.peak[r] != NEG_INF) rescale(st, r, exp2f(st.peak[r] - peak));
+      st.peak[r] = peak;
     }
-    st.peak[r] = peak;
+    float peak = st.peak[r];
+    if (peak == NEG_INF) { for (int t = 0; t < full; t += 16) store(s + t, vf{}); continue; }
     vf sum = {};
-    for (int t = 0; t < COUNT; t += 16) { vf w = exp2v(load(&s[r][t]) - peak); store(&s[r][t], w); sum += w; }
-    st.total[r] += hsum(sum);
+    for (int t = 0; t < full; t += 16) {
+      vf w = exp2v(load(s + t) - peak);
+      store(s + t, w);
+      sum += w;
+    }
+    st.total[r] += sum;
   }
 }
 
-static void exact_part(const Args &a, const Exact &e, int b, int h, int row, State &st) {
-  const float *q = a.q + ((b * a.heads + h) * a.rows + row) * D;
-  const float *k = e.k + b * e.kb + h * e.kh, *v = e.v + b * e.vb + h * e.vh;
-  int64_t group = a.rows / a.q_len;
-  alignas(64) float s[R][32];
-  for (int64_t t0 = 0; t0 < e.count; t0 += 32) {
-    int n = e.count - t0 < 32 ? e.count - t0 : 32;
-    for (int t = 0; t < n; t++) {
-      vf acc[R] = {};
+// Add the mask of the columns from `column` on; `row` is the task's first row.
+static void add_mask(const Args &a, State &st, int b, int h, int64_t row, int64_t column, int count) {
+  int64_t rows = a.group * a.q_len;
+  for (int r = 0; r < R; r++) {
+    int64_t j = row + r < rows ? row + r : rows - 1, head = h * a.group + j / a.q_len;
+    int64_t at = b * a.mb + head * a.mh + j % a.q_len * a.mq + column;
+    float *s = st.s[r];
+    if (a.mkind == 3) {
+      for (int t = 0; t < count; t++) s[t] = a.mask[at + t] ? s[t] : NEG_INF;
+    } else if (a.mkind == F32) {
+      const float *m = (const float *)a.mask + at;
+      for (int t = 0; t < count; t++) s[t] += m[t] * LOG2E;
+    } else {
+      for (int t = 0; t < count; t++) s[t] += fetch1(a.mkind, a.mask, at + t) * LOG2E;
+    }
+  }
+}
+
+// ---- exact tokens ----------------------------------------------------------------------------------------------------
+
+// Tokens and vectors of channels taken together, so that enough sums are under way at a time.
+constexpr int AHEAD = R <= 2 ? 4 : 2, ACROSS = DV % 64 == 0 && R <= 4 ? 4 : DV % 32 == 0 ? 2 : 1;
+
+static __attribute__((noinline)) void score_exact(State &st, const char *k, int64_t step, int count) {
+  for (int t0 = 0; t0 < count; t0 += 16) {
+    vf lanes[R][16];
+    for (int t = 0; t < 16; t += AHEAD) {
+      int64_t at[AHEAD];
+      for (int j = 0; j < AHEAD; j++) at[j] = (t0 + t + j < count ? t0 + t + j : count - 1) * step;
+      vf acc[AHEAD][R];
+      each<AHEAD>([&](auto j) INLINED { each<R>([&](auto r) INLINED { acc[j][r] = vf{}; }); });
       for (int d = 0; d < D; d += 16) {
-        vf x = load(k + (t0 + t) * D + d);
-        for (int r = 0; r < R; r++) acc[r] += x * load(q + r * D + d);
+        vf q[R];
+        each<R>([&](auto r) INLINED { q[r] = load(&st.q[r][d]); });
+        each<AHEAD>([&](auto j) INLINED {
+          vf x = fetch<KIND>(k, at[j] + d);
+          each<R>([&](auto r) INLINED { acc[j][r] += x * q[r]; });
+        });
       }
-      for (int r = 0; r < R; r++) s[r][t] = hsum(acc[r]);
+      each<AHEAD>([&](auto j) INLINED { each<R>([&](auto r) INLINED { lanes[r][t + j] = acc[j][r]; }); });
     }
-    if (a.mask)
-      for (int r = 0; r < R; r++) {
-        int64_t head = h * group + (row + r) / a.q_len, i = (row + r) % a.q_len;
-        const float *m = a.mask + b * a.mb + head * a.mh + i * a.mq + e.first + t0;
-        for (int t = 0; t < n; t++) s[r][t] += m[t];
-      }
-    soften<32>(st, s, n);
-    for (int d = 0; d < DV; d += 16) {
-      vf acc[R];
-      for (int r = 0; r < R; r++) acc[r] = load(&st.sum[0][r][d]);
-      for (int t = 0; t < n; t++) {
-        vf x = load(v + (t0 + t) * DV + d);
-        for (int r = 0; r < R; r++) acc[r] += x * s[r][t];
-      }
-      for (int r = 0; r < R; r++) store(&st.sum[0][r][d], acc[r]);
-    }
+    for (int r = 0; r < R; r++) store(&st.s[r][t0], sums_of_lanes(lanes[r]));
   }
 }
 
-static void block_part(const Args &a, int b, int h, int row, int64_t n0, int64_t n1, State &st) {
-  constexpr int KROW = L * KB / 8, VROW = DV * VB / 8, NGK = L / GK, NGV = (DV + GV - 1) / GV;
-  constexpr int GW = GV < UV ? UV / GV : 1;  // groups of a unit
-  const uint8_t *kc = a.kc + b * a.kcb + h * a.kch, *vc = a.vc + b * a.vcb + h * a.vch;
-  int64_t ks0 = b * a.ksb + h * a.ksh, vs0 = b * a.vsb + h * a.vsh;
-  const float *q0 = a.qb + ((b * a.heads + h) * a.rows + row) * D;
-  int64_t group = a.rows / a.q_len, half = a.width / 2;
-  int64_t wide = a.wide;
-  alignas(64) float q[R][D], s[R][L], ksf[D * NGK], kzf[D * NGK], vsf[L * NGV], vzf[L * NGV], w[GW][R][L], zero[GW][R];
-  for (int64_t n = n0; n < n1; n++) {
-    for (int i = 0; i < D * NGK; i += 16) {
-      store(ksf + i, meta(a.ks, ks0 + n * D * NGK + i, wide & 1));
-      store(kzf + i, a.kz ? meta(a.kz, ks0 + n * D * NGK + i, wide & 1) : load(ksf + i) * -float(1 << (KB - 1)));
-    }
+static __attribute__((noinline)) void sum_exact(State &st, const char *v, int64_t step, int count) {
+  for (int d = 0; d < DV; d += 16 * ACROSS) {
+    vf acc[ACROSS][R];
+    each<ACROSS>([&](auto i) INLINED { each<R>([&](auto r) INLINED { acc[i][r] = vf{}; }); });
+    for (int t = 0; t < count; t++)
+      each<ACROSS>([&](auto i) INLINED {
+        vf x = fetch<KIND>(v, t * step + d + 16 * i);
+        each<R>([&](auto r) INLINED { acc[i][r] += x * st.s[r][t]; });
+      });
+    each<ACROSS>([&](auto i) INLINED {
+      each<R>([&](auto r) INLINED {
+        float *sum = &st.sum[0][r][d + 16 * i];
+        store(sum, load(sum) + acc[i][r]);
+      });
+    });
+  }
+}
+
+static void exact_part(const Args &a, const Exact &e, int b, int h, int64_t row, State &st) {
+  const char *k = e.k + (b * e.kb + h * e.kh) * size_of(KIND), *v = e.v + (b * e.vb + h * e.vh) * size_of(KIND);
+  for (int64_t t = 0; t < e.count; t += TILE) {
+    int n = e.count - t < TILE ? e.count - t : TILE;
+    score_exact(st, k + t * e.kt * size_of(KIND), e.kt, n);
+    if (a.mask) add_mask(a, st, b, h, row, e.first + t, n);
+    soften(st, n);
+    sum_exact(st, v + t * e.vt * size_of(KIND), e.vt, n);
+  }
+}
+
+// ---- blocks of codes -------------------------------------------------------------------------------------------------
+
+#if KB != 16
+// q · R(a + b) k = (R(-a) q) · R(b) k: the rotation of the block's start is undone on the query.
+INLINE void turn_queries(const Args &a, State &st, int64_t n, float (*x)[PAIRS + 1], float (*y)[PAIRS + 1]) {
+  for (int p = 0; p < PAIRS; p += 16) {
+    vf c = load(a.cosa + n * PAIRS + p), s = load(a.sina + n * PAIRS + p);
     for (int r = 0; r < R; r++) {
-      memcpy(q[r], q0 + r * D, sizeof q[r]);
-      if (ROPE) {  // q · R(a + b) k = (R(-a) q) · R(b) k: block starts are undone on the query
-        const float *c = a.cosa + n * half, *sn = a.sina + n * half;
-        for (int64_t i = 0; i < half; i++) {
-          int64_t x = a.offset + (ROPE == 1 ? i : 2 * i), y = a.offset + (ROPE == 1 ? i + half : 2 * i + 1);
-          float qx = q0[r * D + x], qy = q0[r * D + y];
-          q[r][x] = qx * c[i] + qy * sn[i];
-          q[r][y] = qy * c[i] - qx * sn[i];
-        }
-      }
-    }
-    const uint8_t *kb = kc + n * D * KROW;
-    for (int u = 0; u < L / UK; u++) {
-      vf acc[R][WK] = {};
-      int gi = u * UK / GK;
-      auto channel = [&](int d, vf *x) {
-        unpack<KB, UK>(kb + d * KROW + u * UK * KB / 8, x);
-        vf sc = splat(ksf[d * NGK + gi]), z = splat(kzf[d * NGK + gi]);
-        for (int i = 0; i < WK; i++) x[i] = x[i] * sc + z;
-      };
-      auto plain = [&](int d) {
-        vf x[WK];
-        channel(d, x);
-        for (int r = 0; r < R; r++)
-          for (int i = 0; i < WK; i++) acc[r][i] += x[i] * q[r][d];
-      };
-      if (ROPE) {
-        for (int d = 0; d < a.offset; d++) plain(d);
-        for (int64_t p = 0; p < half; p++) {
-          int dx = a.offset + (ROPE == 1 ? p : 2 * p), dy = a.offset + (ROPE == 1 ? p + half : 2 * p + 1);
-          vf x[WK], y[WK];
-          channel(dx, x);
-          channel(dy, y);
-          for (int i = 0; i < WK; i++) {
-            vf c = load(a.cosb + p * L + u * UK + 16 * i), sn = load(a.sinb + p * L + u * UK + 16 * i);
-            vf rx = x[i] * c - y[i] * sn, ry = y[i] * c + x[i] * sn;
-            for (int r = 0; r < R; r++) acc[r][i] += rx * q[r][dx] + ry * q[r][dy];
-          }
-        }
-        for (int d = a.offset + a.width; d < D; d++) plain(d);
-      } else {
-        for (int d = 0; d < D; d++) plain(d);
-      }
-      for (int r = 0; r < R; r++)
-        for (int i = 0; i < WK; i++) store(&s[r][u * UK + 16 * i], acc[r][i]);
-    }
-    if (a.mask)
-      for (int r = 0; r < R; r++) {
-        int64_t head = h * group + (row + r) / a.q_len, i = (row + r) % a.q_len;
-        const float *m = a.mask + b * a.mb + head * a.mh + i * a.mq + a.first + n * L;
-        for (int t = 0; t < L; t += 16) store(&s[r][t], load(&s[r][t]) + load(m + t));
-      }
-    soften<L>(st, s, L);
-    for (int i = 0; i < L * NGV; i += 16) {
-      store(vsf + i, meta(a.vs, vs0 + n * L * NGV + i, wide & 2));
-      store(vzf + i, a.vz ? meta(a.vz, vs0 + n * L * NGV + i, wide & 2) : load(vsf + i) * -float(1 << (VB - 1)));
-    }
-    const uint8_t *vb = vc + n * L * VROW;
-    for (int d = 0; d < DV; d += UV) {
-      if (d % GV == 0 || GV < UV)
-        for (int j = 0; j < GW; j++)
-          for (int r = 0; r < R; r++) {
-            int g = d / GV + j;
-            float sum = 0;
-            for (int t = 0; t < L; t++) {
-              w[j][r][t] = s[r][t] * vsf[t * NGV + g];
-              sum += s[r][t] * vzf[t * NGV + g];
-            }
-            zero[j][r] = sum;
-          }
-      vf acc[R][WV];
-      for (int r = 0; r < R; r++)
-        for (int i = 0; i < WV; i++) acc[r][i] = load(&st.sum[1][r][d + 16 * i]) + zero[i % GW][r];
-      for (int t = 0; t < L; t++) {
-        vf x[WV];
-        unpack<VB, UV>(vb + t * VROW + d * VB / 8, x);
-        for (int r = 0; r < R; r++)
-          for (int i = 0; i < WV; i++) acc[r][i] += x[i] * w[i % GW][r][t];
-      }
-      for (int r = 0; r < R; r++)
-        for (int i = 0; i < WV; i++) store(&st.sum[1][r][d + 16 * i], acc[r][i]);
+      vf qx = load(&st.x[r][p]), qy = load(&st.y[r][p]);
+      store(&x[r][p], qx * c + qy * s);
+      store(&y[r][p], qy * c - qx * s);
     }
   }
 }
 
-struct Job { const Args *a; std::atomic<int64_t> next; };
+static __attribute__((noinline)) void score_codes(const Args &a, State &st, const uint8_t *k, int64_t meta0, int64_t n, int first) {
+  constexpr int ROW = L * KB / 8;
+  alignas(64) float scale[D * NGK], zero[D * NGK], x[R][PAIRS + 1], y[R][PAIRS + 1];
+  for (int i = 0; i < D * NGK; i += 16) {
+    vf sc = meta(a.ks, meta0 + n * D * NGK + i, a.kwide);
+    store(scale + i, sc);
+    store(zero + i, a.kz ? meta(a.kz, meta0 + n * D * NGK + i, a.kwide) : sc * -float(1 << (KB - 1)));
+  }
+  if (ROPE) turn_queries(a, st, n, x, y);
+  const uint8_t *block = k + n * D * ROW;
+  const float(*q)[D] = KH ? st.qb : st.q;
+  for (int u = 0; u < L / UK; u++) {
+    vf acc[R][WK];
+    each<R>([&](auto r) INLINED { each<WK>([&](auto i) INLINED { acc[r][i] = vf{}; }); });
+    auto channel = [&](int d, vf *out) INLINED {
+      const uint8_t *p = block + d * ROW + u * UK * KB / 8;
+      if constexpr (GK >= UK) {
+        int g = d * NGK + u * UK / GK;
+        Values<KB> values(scale[g], zero[g]);
+        each<WK>([&](auto i) INLINED { out[i] = values.template of<UK>(p, i); });
+      } else {
+        each<WK>([&](auto i) INLINED {
+          int g = d * NGK + (u * UK + 16 * i) / GK;
+          out[i] = Values<KB>(scale[g], zero[g]).template of<UK>(p, i);
+        });
+      }
+    };
+    auto plain = [&](int d) INLINED {
+      vf k16[WK];
+      channel(d, k16);
+      each<R>([&](auto r) INLINED { each<WK>([&](auto i) INLINED { acc[r][i] += k16[i] * q[r][d]; }); });
+    };
+    for (int d = 0; d < (ROPE ? RO : D); d++) plain(d);
+    if constexpr (ROPE != 0) {
+      for (int p = 0; p < HALF; p++) {
+        vf kx[WK], ky[WK];
+        channel(RO + (ROPE == 1 ? p : 2 * p), kx);
+        channel(RO + (ROPE == 1 ? p + HALF : 2 * p + 1), ky);
+        each<WK>([&](auto i) INLINED {
+          vf c = load(a.cosb + p * L + u * UK + 16 * i), s = load(a.sinb + p * L + u * UK + 16 * i);
+          vf rx = kx[i] * c - ky[i] * s;
+          ky[i] = ky[i] * c + kx[i] * s;
+          kx[i] = rx;
+        });
+        each<R>([&](auto r) INLINED {
+          vf qx = splat(x[r][p]), qy = splat(y[r][p]);
+          each<WK>([&](auto i) INLINED { acc[r][i] += kx[i] * qx; });
+          each<WK>([&](auto i) INLINED { acc[r][i] += ky[i] * qy; });
+        });
+      }
+      for (int d = RO + RW; d < D; d++) plain(d);
+    }
+    each<R>([&](auto r) INLINED {
+      each<WK>([&](auto i) INLINED { store(&st.s[r][first + u * UK + 16 * i], acc[r][i]); });
+    });
+  }
+}
+#endif
+
+#if DOT8
+INLINE float most_of(const float *p, int count) {
+  vf most = {};
+  for (int t = 0; t < count; t += 16) most = vmax(most, load(p + t));
+  return hmax(most);
+}
+
+// sum[r][d] += Σ_t p[r][t] · scale[g][t] · code[t][d] with integer dot products: the weights become integers of DIGITS
+// bytes, and each byte is multiplied with the codes of four tokens at a time.
+template <int ROW>
+INLINE void sum_integers(const uint8_t *rows, int tokens, const float (*p)[TILE], float (*scale)[TILE], float (*sum)[DV]) {
+  constexpr int DIGITS = KIND == F32 ? 3 : 2, AT_ONCE = R * DIGITS * WV <= 24 ? WV : 1;
+  alignas(64) int32_t digits[NGV][R][TILE];  // of each four tokens: four lowest bytes, four next, …
+  // A bit less than the largest integer, since products are rounded.
+  constexpr float FULL = (1 << 8 * DIGITS) - (1 << 8 * (DIGITS - 2));
+  float most_p[R], most_scale[NGV];
+  for (int g = 0; g < NGV; g++) {
+    most_scale[g] = most_of(scale[g], tokens);
+    vf factor = splat(most_scale[g] > 0 ? 1 / most_scale[g] : 0.f);
+    for (int t = 0; t < tokens; t += 16) store(&scale[g][t], load(&scale[g][t]) * factor);
+  }
+  const __m512i transpose = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  for (int r = 0; r < R; r++) {
+    most_p[r] = most_of(p[r], tokens);
+    vf factor = splat(most_p[r] > 1e-30f ? FULL / most_p[r] : 0.f);
+    for (int t = 0; t < tokens; t += 16) {
+      vf whole = load(&p[r][t]) * factor;
+      for (int g = 0; g < NGV; g++) {
+        __m512i x = _mm512_cvtps_epi32((__m512)(whole * load(&scale[g][t])));
+        _mm512_store_si512(&digits[g][r][t], _mm512_shuffle_epi8(x, transpose));
+      }
+    }
+  }
+  for (int d = 0; d < DV; d += UV)
+    for (int i0 = 0; i0 < WV; i0 += AT_ONCE) {
+      __m512i acc[R * DIGITS][AT_ONCE];
+      each<R * DIGITS>([&](auto j) INLINED { each<AT_ONCE>([&](auto i) INLINED { acc[j][i] = _mm512_setzero_si512(); }); });
+      for (int t = 0; t < tokens; t += 4) {
+        __m512i code[WV];
+        four_tokens<VB, UV>(rows + t * ROW + d * VB / 8, ROW, code);
+        each<R * DIGITS>([&](auto j) INLINED {
+          each<AT_ONCE>([&](auto i) INLINED {
+            int g = GV >= UV ? d / GV : (d + 16 * (i0 + i)) / GV;
+            dot8(acc[j][i], _mm512_set1_epi32(digits[g][j / DIGITS][t + j % DIGITS]), code[AT_ONCE == 1 ? i0 : int(i)]);
+          });
+        });
+      }
+      each<AT_ONCE>([&](auto i) INLINED {
+        each<R>([&](auto r) INLINED {
+          float *out = &sum[r][d + 16 * (i0 + i)];
+          __m512i high = acc[r * DIGITS + DIGITS - 1][i];
+          if (DIGITS == 3) high = _mm512_add_epi32(_mm512_slli_epi32(high, 8), acc[r * DIGITS + 1][i]);
+          vf x = (vf)_mm512_cvtepi32_ps(high) * 256.f + (vf)_mm512_cvtepi32_ps(acc[r * DIGITS][i]);
+          int g = GV >= UV ? d / GV : (d + 16 * (i0 + i)) / GV;
+          store(out, load(out) + x * (most_p[r] * most_scale[g] * (1 / FULL)));
+        });
+      });
+    }
+}
+#endif
+
+#if VB != 16
+static __attribute__((noinline)) void sum_codes(const Args &a, State &st, const uint8_t *v, int64_t meta0, int64_t n, int tokens) {
+  constexpr int ROW = DV * VB / 8;
+  alignas(64) float scale[NGV][TILE];
+  for (int t0 = 0; t0 < tokens; t0 += L) {
+    alignas(64) float step[NGV][L], zero[NGV][L];
+    for (int i = 0; i < L * NGV; i += 16) {
+      int64_t at = meta0 + (n * L + t0) * NGV + i;
+      vf s = meta(a.vs, at, a.vwide), z = a.vz ? meta(a.vz, at, a.vwide) : s * -float(1 << (VB - 1));
+      if (DOT8 && VB == 8) z += s * 128.f;  // the dot products read codes as signed: code - 128
+      store(&step[0][0] + i, s);
+      store(&zero[0][0] + i, z);
+    }
+    by_column<L, NGV>(&step[0][0]);
+    by_column<L, NGV>(&zero[0][0]);
+    for (int g = 0; g < NGV; g++) {
+      memcpy(&scale[g][t0], step[g], sizeof step[g]);
+      for (int r = 0; r < R; r++)
+        for (int t = 0; t < L; t += 16) st.zero[r][g] += load(&st.s[r][t0 + t]) * load(&zero[g][t]);
+    }
+  }
+  const uint8_t *rows = v + n * L * ROW;
+#if DOT8
+  sum_integers<ROW>(rows, tokens, st.s, scale, st.sum[PARTS - 1]);
+#else
+  alignas(64) float w[NGV][R][TILE];
+  for (int g = 0; g < NGV; g++)
+    for (int r = 0; r < R; r++)
+      for (int t = 0; t < tokens; t += 16) store(&w[g][r][t], load(&st.s[r][t]) * load(&scale[g][t]));
+  const Values<VB> values;
+  for (int d = 0; d < DV; d += UV) {
+    vf acc[R][WV];
+    for (int r = 0; r < R; r++)
+      for (int i = 0; i < WV; i++) acc[r][i] = vf{};  // sums of a tile first: rounding errors grow with their number
+    for (int t = 0; t < tokens; t++) {
+      for (int i = 0; i < WV; i++) {
+        vf x = values.template of<UV>(rows + t * ROW + d * VB / 8, i);
+        int g = GV >= UV ? d / GV : (d + 16 * i) / GV;
+        for (int r = 0; r < R; r++) acc[r][i] += x * w[g][r][t];
+      }
+    }
+    for (int r = 0; r < R; r++)
+      for (int i = 0; i < WV; i++) {
+        float *sum = &st.sum[PARTS - 1][r][d + 16 * i];
+        store(sum, load(sum) + acc[r][i]);
+      }
+  }
+#endif
+}
+#endif
+
+static void block_part(const Args &a, int b, int h, int64_t row, int64_t n0, int64_t n1, State &st) {
+  constexpr int KSIZE = KB == 16 ? size_of(KIND) : 1, VSIZE = VB == 16 ? size_of(KIND) : 1;
+  const char *k = a.kc + (b * a.kcb + h * a.kch) * KSIZE, *v = a.vc + (b * a.vcb + h * a.vch) * VSIZE;
+  [[maybe_unused]] int64_t kmeta = b * a.ksb + h * a.ksh, vmeta = b * a.vsb + h * a.vsh;
+  for (int64_t n = n0; n < n1; n += NB) {
+    int blocks = n1 - n < NB ? n1 - n : NB;
+#if KB == 16
+    score_exact(st, k + n * L * D * KSIZE, D, blocks * L);
+#else
+    for (int j = 0; j < blocks; j++) score_codes(a, st, (const uint8_t *)k, kmeta, n + j, j * L);
+#endif
+    if (a.mask) add_mask(a, st, b, h, row, a.first + n * L, blocks * L);
+    soften(st, blocks * L);
+#if VB == 16
+    sum_exact(st, v + n * L * DV * VSIZE, DV, blocks * L);
+#else
+    sum_codes(a, st, (const uint8_t *)v, vmeta, n, blocks * L);
+#endif
+  }
+}
+
+// ---- tasks -----------------------------------------------------------------------------------------------------------
+
+static void begin(const Args &a, State &st, int b, int h, int64_t row, float scale) {
+  int64_t rows = a.group * a.q_len;
+  for (int r = 0; r < R; r++) {
+    int64_t j = row + r < rows ? row + r : rows - 1;  // rows beyond the last repeat it
+    int64_t at = b * a.qb + (h * a.group + j / a.q_len) * a.qh + j % a.q_len * a.qt;
+    if (a.kind == KIND) for (int d = 0; d < D; d += 16) store(&st.q[r][d], fetch<KIND>(a.q, at + d) * scale);
+    else for (int d = 0; d < D; d++) st.q[r][d] = fetch1(a.kind, a.q, at + d) * scale;
+    if (KH) {
+      memcpy(st.qb[r], st.q[r], sizeof st.q[r]);
+      hadamard(st.qb[r], D);
+    }
+    const float *q = KH ? st.qb[r] : st.q[r];
+    memset(st.x[r], 0, sizeof st.x[r]);
+    memset(st.y[r], 0, sizeof st.y[r]);
+    for (int p = 0; p < HALF; p++) {
+      st.x[r][p] = q[RO + (ROPE == 1 ? p : 2 * p)];
+      st.y[r][p] = q[RO + (ROPE == 1 ? p + HALF : 2 * p + 1)];
+    }
+    st.peak[r] = NEG_INF;
+    st.total[r] = vf{};
+    if (VB != 16) for (int g = 0; g < NGV; g++) st.zero[r][g] = vf{};
+  }
+  memset(st.sum, 0, sizeof st.sum);
+}
+
+// The sums of a row, zero points included, and its total.
+static float gather(State &st, int r) {
+  if (VB != 16)
+    for (int g = 0; g < NGV; g++) {
+      float zero = hsum(st.zero[r][g]);
+      for (int d = g * GV; d < (g + 1) * GV && d < DV; d += 16) {
+        float *sum = &st.sum[PARTS - 1][r][d];
+        store(sum, load(sum) + zero);
+      }
+    }
+  return hsum(st.total[r]);
+}
+
+// Write output row `j` of head `h` from sums `[PARTS][DV]`, which lie `step` apart.
+static void finish(const Args &a, int64_t b, int64_t h, int64_t j, float *sum, int64_t step, float total) {
+  int64_t at = ((b * a.heads * a.group + h * a.group + j / a.q_len) * a.q_len + j % a.q_len) * DV;
+  if (VH) {
+    hadamard(sum + step, DV);
+    for (int d = 0; d < DV; d++) sum[d] += sum[step + d];
+  }
+  float share = total > 0 ? 1 / total : 0.f;
+  if (a.kind == F32) for (int d = 0; d < DV; d += 16) store((float *)a.out + at + d, load(sum + d) * share);
+  else for (int d = 0; d < DV; d++) put1(a.kind, a.out, at + d, sum[d] * share);
+}
+
+struct Job {
+  const Args *a;
+  float scale;
+  std::atomic<int64_t> next;
+};
+
+constexpr int RECORD = 2 + PARTS * DV;
 
 static void work(void *data) {
   Job &job = *(Job *)data;
   const Args &a = *job.a;
-  int64_t chunks = a.rows / R, tasks = a.batch * a.heads * chunks * a.splits;
+  int64_t rows = a.group * a.q_len, chunks = (rows + R - 1) / R, tasks = a.batch * a.heads * chunks * a.splits;
+  State st;
   for (int64_t task; (task = job.next.fetch_add(1)) < tasks;) {
-    int64_t split = task % a.splits, rest = task / a.splits;
-    int64_t row = rest % chunks * R, bh = rest / chunks;
+    int64_t split = task % a.splits, rest = task / a.splits, row = rest % chunks * R, bh = rest / chunks;
     int b = bh / a.heads, h = bh % a.heads;
-    State st;
-    for (int r = 0; r < R; r++) st.peak[r] = NEG_INF, st.total[r] = 0;
-    memset(st.sum, 0, sizeof st.sum);
+    begin(a, st, b, h, row, job.scale);
     block_part(a, b, h, row, a.blocks * split / a.splits, a.blocks * (split + 1) / a.splits, st);
     if (split == a.splits - 1)
-      for (const Exact &e : a.exact) if (e.count) exact_part(a, e, b, h, row, st);
-    float *o = a.scratch + task * R * (2 + 2 * DV);
-    for (int r = 0; r < R; r++, o += 2 + 2 * DV) {
-      o[0] = st.peak[r];
-      o[1] = st.total[r];
-      memcpy(o + 2, st.sum[0][r], sizeof st.sum[0][r]);
-      memcpy(o + 2 + DV, st.sum[1][r], sizeof st.sum[1][r]);
+      for (const Exact &e : a.exact)
+        if (e.count) exact_part(a, e, b, h, row, st);
+    float *record = a.scratch + task * R * RECORD;
+    for (int r = 0; r < R && row + r < rows; r++, record += RECORD) {
+      float total = gather(st, r);
+      if (a.splits == 1) {
+        finish(a, b, h, row + r, st.sum[0][r], &st.sum[PARTS - 1][0][0] - &st.sum[0][0][0], total);
+        continue;
+      }
+      record[0] = st.peak[r];
+      record[1] = total;
+      for (int part = 0; part < PARTS; part++) memcpy(record + 2 + part * DV, st.sum[part][r], sizeof st.sum[part][r]);
     }
   }
 }
 
 // Merge the splits of every row by their peaks.
 static void merge(const Args &a) {
-  int64_t chunks = a.rows / R;
+  int64_t rows = a.group * a.q_len, chunks = (rows + R - 1) / R;
   for (int64_t bh = 0; bh < a.batch * a.heads; bh++)
-    for (int64_t row = 0; row < a.rows; row++) {
-      const float *first = a.scratch + (((bh * chunks + row / R) * a.splits) * R + row % R) * (2 + 2 * DV);
-      int64_t step = R * (2 + 2 * DV);
-      float peak = NEG_INF, total = 0;
-      for (int64_t i = 0; i < a.splits; i++) peak = first[i * step] > peak ? first[i * step] : peak;
-      float *o = a.out + (bh * a.rows + row) * DV, *ob = a.outb + (bh * a.rows + row) * DV;
-      memset(o, 0, DV * sizeof(float));
-      memset(ob, 0, DV * sizeof(float));
-      if (peak == NEG_INF) continue;
-      for (int64_t i = 0; i < a.splits; i++) total += first[i * step + 1] * exp2f(first[i * step] - peak);
-      for (int64_t i = 0; i < a.splits; i++) {
-        float f = exp2f(first[i * step] - peak) / total;
+    for (int64_t row = 0; row < rows; row++) {
+      const float *first = a.scratch + ((bh * chunks + row / R) * a.splits * R + row % R) * RECORD;
+      float peak = NEG_INF, total = 0, sum[PARTS * DV] = {};
+      for (int64_t i = 0; i < a.splits; i++) peak = first[i * R * RECORD] > peak ? first[i * R * RECORD] : peak;
+      for (int64_t i = 0; i < a.splits && peak != NEG_INF; i++) {
+        const float *record = first + i * R * RECORD;
+        float f = exp2f(record[0] - peak);
         if (f == 0) continue;
-        for (int d = 0; d < DV; d++) o[d] += f * first[i * step + 2 + d], ob[d] += f * first[i * step + 2 + DV + d];
+        total += f * record[1];
+        for (int d = 0; d < PARTS * DV; d++) sum[d] += f * record[2 + d];
       }
+      finish(a, bh / a.heads, bh % a.heads, row, sum, (PARTS - 1) * DV, total);
     }
 }
 
 typedef void (*parallel_fn)(void (*)(void *), void *, unsigned, unsigned);
-extern "C" void kvquant_decode(const Args *a, int threads, parallel_fn parallel) {
-  Job job{a, {0}};
+extern "C" void kvquant_decode(const Args *a, double scale, int threads, parallel_fn parallel) {
+  Job job{a, (float)(scale * LOG2E), {0}};
   if (threads > 1 && parallel) parallel(work, &job, threads, 0);
   else work(&job);
-  merge(*a);
+  if (a->splits > 1) merge(*a);
 }

@@ -1,9 +1,10 @@
 """Calling the compiled kernel: which views it takes, and the arguments it is handed."""
 
 import ctypes
-import math
+from array import array
+from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,55 +14,52 @@ if TYPE_CHECKING:
     from kvquant_hf.rope import KeyRotation
     from kvquant_hf.view import KVView
 
-_LOG2E = math.log2(math.e)
 # Numbers of query rows that kernels are compiled for; more accumulators than six rows need do not fit in registers.
 _ROWS = (1, 2, 3, 4, 6)
-
-
-class _Exact(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("k", "v")] + [
-        (name, ctypes.c_int64) for name in ("kb", "kh", "vb", "vh", "first", "count")
-    ]
-
-
-class _Args(ctypes.Structure):
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("q", "qb", "kc", "vc", "ks", "kz", "vs", "vz")]
-        + [(name, ctypes.c_int64) for name in ("kcb", "kch", "ksb", "ksh", "vcb", "vch", "vsb", "vsh")]
-        + [("mask", ctypes.c_void_p)]
-        + [(name, ctypes.c_int64) for name in ("mb", "mh", "mq")]
-        + [(name, ctypes.c_void_p) for name in ("cosa", "sina", "cosb", "sinb")]
-        + [("exact", _Exact * 3)]
-        + [(name, ctypes.c_void_p) for name in ("out", "outb", "scratch")]
-        + [
-            (name, ctypes.c_int64)
-            for name in ("batch", "heads", "rows", "q_len", "blocks", "first", "offset", "width", "splits", "wide")
-        ]
-    )
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_BOOLEAN = 3
+# A task smaller than this many blocks costs more to hand out and merge than it saves.
+_MIN_BLOCKS = 8
 
 
 def unsupported(view: "KVView") -> str | None:
     """Why the kernel cannot read a view, or `None` if it can."""
-    key, value = view.key_store, view.value_store
+    key, value = view.key_store.spec, view.value_store.spec
     if view.device.type != "cpu":
         return f"tensors on {view.device.type}"
-    if not key.spec.is_quantized or not value.spec.is_quantized:
-        return "an unquantized side"
-    if key.spec.granularity != "per_channel" or value.spec.granularity != "per_token":
-        return f"keys {key.spec.granularity} and values {value.spec.granularity}"
-    if key.head_dim % 16 or value.head_dim % 16 or max(key.head_dim, value.head_dim) > 256:
-        return f"head sizes {key.head_dim} and {value.head_dim} (multiples of 16 up to 256)"
-    if key.spec.rotation != "none" and view.rotation is not None:
+    if view.key_dtype != view.value_dtype or view.key_dtype not in _KINDS:
+        return f"keys in {view.key_dtype} and values in {view.value_dtype}"
+    if (key.is_quantized and key.granularity != "per_channel") or (
+        value.is_quantized and value.granularity != "per_token"
+    ):
+        return f"keys {key.granularity} and values {value.granularity}"
+    head_dim, value_dim = view.key_shape[3], view.value_shape[3]
+    if head_dim % 16 or value_dim % 16 or max(head_dim, value_dim) > 256:
+        return f"head sizes {head_dim} and {value_dim} (multiples of 16 up to 256)"
+    if key.is_quantized and key.rotation != "none" and view.rotation is not None:
         return "a Hadamard rotation of pre-RoPE keys"
+    if view.block_length % 16:
+        return f"blocks of {view.block_length} tokens (multiples of 16)"
     return None
 
 
 @cache
-def _function(defines: tuple[tuple[str, int], ...]) -> "ctypes._CFuncPtr":  # type: ignore[name-defined]
-    function = load(defines).kvquant_decode
-    function.argtypes = (ctypes.POINTER(_Args), ctypes.c_int, ctypes.c_void_p)
+def _function(defines: tuple[tuple[str, int], ...]) -> Any:
+    function = load("decode", defines).kvquant_decode
+    function.argtypes = (ctypes.c_void_p, ctypes.c_double, ctypes.c_int, ctypes.c_void_p)
     function.restype = None
     return function
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What calls share as long as a layer's blocks stay where they are."""
+
+    blocks: list[int]
+    tables: list[int]
+    defines: tuple[tuple[str, int], ...]
+    alive: tuple[torch.Tensor, ...]
+    functions: dict[int, Any]
 
 
 def decode_attention(query: torch.Tensor, view: "KVView", mask: torch.Tensor | None, scale: float) -> torch.Tensor:
@@ -71,86 +69,110 @@ def decode_attention(query: torch.Tensor, view: "KVView", mask: torch.Tensor | N
         BuildError: The kernel could not be compiled.
         ValueError: The kernel cannot read this view, or a gradient is asked for.
     """
+    view.check_current()
+    plan = view.memo.get("cpu") or _plan(view)
+    if query.requires_grad and torch.is_grad_enabled():
+        raise ValueError("`backend='cpu'` computes no gradients; use 'auto' or 'torch'.")
+    kind = _KINDS.get(query.dtype)
+    if kind is None:
+        return decode_attention(query.float(), view, mask, scale).to(query.dtype)
+    batch_size, num_heads, q_len, _ = query.shape
+    steps = query.stride()
+    if steps[3] != 1:
+        query = query.contiguous()
+        steps = query.stride()
+    heads = view.key_shape[1]
+    group = num_heads // heads
+    rows = group * q_len
+    chunk = _rows_at_once(rows)
+    function = plan.functions.get(chunk)
+    if function is None:
+        function = plan.functions[chunk] = _function((*plan.defines, ("R", chunk)))
+    parallel = parallel_region()
+    threads = torch.get_num_threads() if parallel else 1
+    tasks = batch_size * heads * -(-rows // chunk)
+    blocks = view.num_blocks
+    splits = 1 if threads == 1 else max(1, min(-(-2 * threads // tasks), blocks // _MIN_BLOCKS))
+    out = torch.empty((batch_size, num_heads, q_len, view.value_shape[3]), dtype=query.dtype)
+    # Records of a split: two numbers and a sum in each of up to two bases.
+    scratch = torch.empty(tasks * splits * chunk * (2 + 2 * view.value_shape[3])) if splits > 1 else out
+    mask_fields, mask_tensor = _mask(view, mask)
+    exact_fields = _exact(view)
+    args = array(
+        "q",
+        [query.data_ptr(), steps[0], steps[1], steps[2], kind, out.data_ptr()]
+        + plan.blocks
+        + mask_fields
+        + plan.tables
+        + [scratch.data_ptr(), batch_size, heads, group, q_len, blocks, view.num_sinks, splits]
+        + exact_fields,
+    )
+    function(args.buffer_info()[0], scale, threads, parallel)
+    del mask_tensor
+    return out
+
+
+@cache
+def _rows_at_once(rows: int) -> int:
+    """Rows of one pass: the smallest compiled number that needs no more passes than the largest would."""
+    share = -(-rows // -(-rows // _ROWS[-1]))
+    return next(count for count in _ROWS if count >= share)
+
+
+def _plan(view: "KVView") -> _Plan:
     reason = unsupported(view)
     if reason is not None:
         raise ValueError(f"`backend='cpu'` does not read {reason}; use 'auto' or 'torch'.")
-    if torch.is_grad_enabled() and query.requires_grad:
-        raise ValueError("`backend='cpu'` computes no gradients; use 'auto' or 'torch'.")
-    view.check_current()
-    batch_size, num_heads, q_len, head_dim = query.shape
-    heads, value_dim = view.key_shape[1], view.value_shape[3]
-    key, value = view.key_store, view.value_store
-    rows = num_heads // heads * q_len
-    share = -(-rows // -(-rows // _ROWS[-1]))
-    chunk = next(count for count in _ROWS if count >= share)
-    padded = -(-rows // chunk) * chunk
-    states = query.detach().float().reshape(batch_size, heads, rows, head_dim) * (scale * _LOG2E)
-    if padded != rows:
-        states = torch.nn.functional.pad(states, (0, 0, 0, padded - rows))
-    states = states.contiguous()
-    folded = view.fold_query(states).contiguous() if key.spec.rotation == "hadamard" else states
-    args = _Args(q=states.data_ptr(), qb=folded.data_ptr())
-    alive: list[torch.Tensor] = []
+    key, value, rotation = view.key_store.spec, view.value_store.spec, view.rotation
+    blocks = [0] * 16
+    tables = [0] * 4
+    alive: tuple[torch.Tensor, ...] = ()
     if view.num_blocks:
-        _put_blocks(args, view)
-        alive += _put_rotation(args, view)
-    alive += _put_exact(args, view)
-    alive += _put_mask(args, view, mask)
-    threads = torch.get_num_threads() if parallel_region() else 1
-    tasks = batch_size * heads * (padded // chunk)
-    splits = max(1, min(-(-2 * threads // tasks) if threads > 1 else 1, view.num_blocks // 8))
-    out = torch.empty(2, batch_size, heads, padded, value_dim)
-    scratch = torch.empty(tasks * splits * chunk, 2 + 2 * value_dim)
-    args.out, args.outb, args.scratch = out[0].data_ptr(), out[1].data_ptr(), scratch.data_ptr()
-    args.batch, args.heads, args.rows, args.q_len = batch_size, heads, padded, q_len
-    args.blocks, args.first, args.splits = view.num_blocks, view.num_sinks, splits
-    defines = (
-        ("KB", key.spec.nbits),
-        ("VB", value.spec.nbits),
-        ("D", head_dim),
-        ("DV", value_dim),
-        ("L", view.block_length),
-        ("GK", key.spec.group_size),
-        ("GV", value.spec.group_size),
-        ("R", chunk),
-        ("ROPE", 0 if view.rotation is None else 1 if view.rotation.pairing == "half" else 2),
-    )
-    _function(defines)(ctypes.byref(args), threads, parallel_region())
-    del alive
-    blocks = view.unfold_output(out[1]) if value.spec.rotation == "hadamard" else out[1]
-    output = (out[0] + blocks)[:, :, :rows]
-    return output.reshape(batch_size, num_heads, q_len, value_dim).to(query.dtype)
+        blocks = _block_fields(view)
+        if rotation is not None:
+            starts = _start_tables(rotation, view.num_sinks, view.block_length, -(-view.num_blocks // 64) * 64)
+            alive = (*starts, *_offset_tables(rotation, view.block_length))
+            tables = [table.data_ptr() for table in alive]
+    defines = {
+        "KB": key.nbits,
+        "VB": value.nbits,
+        "D": view.key_shape[3],
+        "DV": view.value_shape[3],
+        "L": view.block_length,
+        "GK": key.group_size if key.is_quantized else view.block_length,
+        "GV": value.group_size,
+        "ROPE": 0 if rotation is None else 1 if rotation.pairing == "half" else 2,
+        "RO": 0 if rotation is None else rotation.offset,
+        "RW": 0 if rotation is None else rotation.rotary_dim,
+        "KH": int(key.is_quantized and key.rotation == "hadamard"),
+        "VH": int(value.is_quantized and value.rotation == "hadamard"),
+        "KIND": _KINDS[view.key_dtype],
+    }
+    plan = _Plan(blocks, tables, tuple(defines.items()), alive, {})
+    view.memo["cpu"] = plan
+    return plan
 
 
-def _put_blocks(args: _Args, view: "KVView") -> None:
-    for side, store in (("k", view.key_store), ("v", view.value_store)):
+def _block_fields(view: "KVView") -> list[int]:
+    """Addresses and strides of codes, scales and zero points, as `Args` in decode.cpp lists them."""
+    pointers: list[int] = []
+    strides: list[int] = []
+    wide: list[int] = []
+    for store in (view.key_store, view.value_store):
         codes, scale, zero_point = store.codes, store.scale, store.zero_point
-        assert codes is not None and scale is not None
-        setattr(args, f"{side}c", codes.data_ptr())
-        setattr(args, f"{side}s", scale.data_ptr())
-        setattr(args, f"{side}z", zero_point.data_ptr() if zero_point is not None else None)
-        for name, tensor in (("c", codes), ("s", scale)):
-            setattr(args, f"{side}{name}b", tensor.stride(0))
-            setattr(args, f"{side}{name}h", tensor.stride(1))
-        args.wide |= (side == "k" and scale.dtype == torch.float32) | 2 * (
-            side == "v" and scale.dtype == torch.float32
-        )
+        assert codes is not None
+        pointers += [codes.data_ptr()] + [0 if tensor is None else tensor.data_ptr() for tensor in (scale, zero_point)]
+        strides += [codes.stride(0), codes.stride(1)]
+        strides += [0, 0] if scale is None else [scale.stride(0), scale.stride(1)]
+        wide.append(int(scale is not None and scale.dtype == torch.float32))
+    return pointers + strides + wide
 
 
-def _put_rotation(args: _Args, view: "KVView") -> list[torch.Tensor]:
-    rotation = view.rotation
-    if rotation is None:
-        return []
-    args.offset, args.width = rotation.offset, rotation.rotary_dim
-    starts = _start_tables(rotation, view.num_sinks, view.block_length, _rounded_up(view.num_blocks))
-    offsets = _offset_tables(rotation, view.block_length)
-    args.cosa, args.sina = (t.data_ptr() for t in starts)
-    args.cosb, args.sinb = (t.data_ptr() for t in offsets)
-    return [*starts, *offsets]
-
-
-def _rounded_up(blocks: int) -> int:
-    return -(-blocks // 64) * 64
+def _padded(tables: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tables `[…, pairs]` filled up to whole vectors of sixteen pairs."""
+    missing = -tables[0].shape[-1] % 16
+    cos, sin = (torch.nn.functional.pad(table, (0, missing)).contiguous() for table in tables)
+    return cos, sin
 
 
 @lru_cache(maxsize=16)
@@ -165,47 +187,36 @@ def _start_tables(
     rotation: "KeyRotation", first: int, block_length: int, blocks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.inference_mode(False):
-        return rotation.tables(first + block_length * torch.arange(blocks))
+        return _padded(rotation.tables(first + block_length * torch.arange(blocks)))
 
 
-def _put_exact(args: _Args, view: "KVView") -> list[torch.Tensor]:
-    window = 0 if view.residual is None else view.residual[0].shape[2]
-    parts = [(view.sinks, 0), (view.residual, view.kv_len - window)]
-    if view.padding is not None:
-        parts.append((view.row_sinks, view.kv_len))
-    alive: list[torch.Tensor] = []
-    for slot, (pair, first) in enumerate(parts):
-        if pair is None or not pair[0].shape[2]:
-            continue
-        exact = args.exact[slot]
-        exact.first, exact.count = first, pair[0].shape[2]
-        for side, tensor in zip("kv", pair, strict=True):
-            states = tensor.float()
-            if states.stride(3) != 1 or states.stride(2) != states.shape[3]:
-                states = states.contiguous()
-            alive.append(states)
-            setattr(exact, side, states.data_ptr())
-            setattr(exact, f"{side}b", states.stride(0))
-            setattr(exact, f"{side}h", states.stride(1))
-    return alive
+def _exact(view: "KVView") -> list[int]:
+    """Addresses, strides, first columns and lengths of sinks, residual window and sinks of padded rows."""
+    window, row_sinks = view.residual, None if view.padding is None else view.row_sinks
+    start = 0 if window is None else view.kv_len - window[0].shape[2]
+    return _exact_fields(view.sinks, 0) + _exact_fields(window, start) + _exact_fields(row_sinks, view.kv_len)
 
 
-def _put_mask(args: _Args, view: "KVView", mask: torch.Tensor | None) -> list[torch.Tensor]:
-    """The mask in units of log2, with the columns of row sinks after those of the slots."""
+def _exact_fields(pair: tuple[torch.Tensor, torch.Tensor] | None, first: int) -> list[int]:
+    if pair is None:
+        return [0] * 10
+    keys, values = pair
+    return [keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3], first, keys.shape[2]]
+
+
+def _mask(view: "KVView", mask: torch.Tensor | None) -> tuple[list[int], torch.Tensor | None]:
+    """Address, kind and strides of the mask, with the columns of row sinks after those of the slots."""
     if view.padding is not None and view.row_sinks is not None:
         mask = _with_row_sinks(mask, view)
     if mask is None:
-        return []
-    if mask.dtype == torch.bool:
-        bias = torch.zeros(mask.shape).masked_fill_(~mask, float("-inf"))
-    else:
-        bias = mask.float() * _LOG2E
-    bias = bias.contiguous()
-    args.mask = bias.data_ptr()
-    args.mb, args.mh, args.mq = (
-        0 if size == 1 else step for size, step in zip(bias.shape[:3], bias.stride()[:3], strict=True)
-    )
-    return [bias]
+        return [0, 0, 0, 0, 0], None
+    kind = _BOOLEAN if mask.dtype == torch.bool else _KINDS.get(mask.dtype)
+    if kind is None:
+        mask, kind = mask.float(), 0
+    if mask.stride(3) != 1:
+        mask = mask.contiguous()
+    steps = [0 if size == 1 else step for size, step in zip(mask.shape[:3], mask.stride(), strict=False)]
+    return [mask.data_ptr(), kind, *steps], mask
 
 
 def _with_row_sinks(mask: torch.Tensor | None, view: "KVView") -> torch.Tensor:
