@@ -161,7 +161,8 @@ class QuantCache(Cache):
             result: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states, *args, **kwargs)
             _drop_views(layer)
             return result
-        self._prepare_layer(layer, key_states, kwargs.get("kwargs") or {})
+        if key_states.shape[-2] != 1 or not layer.get_seq_length():
+            self._prepare_layer(layer, key_states, kwargs.get("kwargs") or {})
         if layer_idx == self._quant_layers[0] and self._longrope_switch is not None:
             self._warn_before_switch(layer.get_seq_length(), key_states.shape[-2])
         return layer.update(key_states, value_states)

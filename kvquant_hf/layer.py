@@ -5,6 +5,7 @@ from typing import Any, cast
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from kvquant_hf import ops
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.lazy import lazy_pair
 from kvquant_hf.padding import fill_row_sinks, without_padding
@@ -39,16 +40,21 @@ class QuantLayer(CacheLayerMixin):
         self.rotation = rotation if config.key.is_quantized and config.key.rope == "pre" else None
         self.note = note
         self._epoch = [0]
+        # Tokens at which the residual window overflows; no window limits what is not quantized at all.
+        self._overflow = config.residual_length + config.block_length if config.is_quantized else 0
         self._clear()
 
     def _clear(self) -> None:
         self._length = 0
         self._stores: tuple[BlockStore, BlockStore] | None = None
-        limit = self.config.residual_length + self.config.block_length if self.config.is_quantized else None
+        limit = self._overflow or None
         self._residual = (ExactTokens(limit), ExactTokens(limit))
         self._sinks: tuple[torch.Tensor, torch.Tensor] | None = None
         self._row_sinks: tuple[torch.Tensor, torch.Tensor] | None = None
         self._padding: torch.Tensor | None = None
+        self._exact_until = self._num_sink_slots
+        self._is_away = False
+        self._appender: ops.Appender | None = None
         self._rotation_in_use: KeyRotation | None = None
         self.is_initialized = False
         for name in ("batch_size", "device"):
@@ -100,6 +106,8 @@ class QuantLayer(CacheLayerMixin):
         Raises:
             ValueError: Shapes or dtypes do not continue what is stored. Nothing has changed then.
         """
+        if self._append(key_states, value_states):
+            return lazy_pair(self.view(key_states.shape[2]))
         is_new = not self.is_initialized
         # What is kept outlives the caller's gradient and inference modes, and has no part in either.
         with torch.inference_mode(False), torch.no_grad():
@@ -124,10 +132,40 @@ class QuantLayer(CacheLayerMixin):
             return cast(torch.Tensor, keys), cast(torch.Tensor, values)
         return lazy_pair(self.view(key_states.shape[2]))
 
+    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
+        """Take new tokens into the residual window if that is all there is to do, as in most steps of decoding."""
+        length = self._length
+        keys, values = self._residual
+        if not length or length < self._exact_until or self._is_away or keys.buffer is None or values.buffer is None:
+            return False
+        if (key_states.requires_grad or value_states.requires_grad) and torch.is_grad_enabled():
+            return False
+        self._check_states(key_states, value_states)
+        tokens = key_states.shape[2]
+        held = keys.length
+        waiting = held + tokens
+        if waiting >= self._overflow or waiting > keys.buffer.shape[2] or key_states.device != self.device:
+            return False
+        if tokens == 1:
+            if self._appender is None or self._appender.keys is not keys.buffer:
+                self._appender = ops.appender(keys.buffer, values.buffer)
+            if self._appender is not None and self._appender.append(key_states, value_states, held):
+                keys.length = values.length = waiting
+                self._length = length + 1
+                self._epoch[0] += 1
+                return True
+        keys.append(key_states)
+        values.append(value_states)
+        self._length += tokens
+        self._epoch[0] += 1
+        return True
+
     def _check_states(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         tokens = key_states.shape[2] if key_states.ndim == 4 else -1
         for side, (name, states) in enumerate((("key_states", key_states), ("value_states", value_states))):
             batch_size, heads, _, head_dim = self._shapes[side]
+            if states.shape == (batch_size, heads, tokens, head_dim) and states.dtype == self._dtypes[side]:
+                continue
             if tuple(states.shape) != (batch_size, heads, tokens, head_dim):
                 raise ValueError(
                     f"`{name}` must have the shape [{batch_size}, {heads}, tokens, {head_dim}] to continue this "
@@ -184,7 +222,7 @@ class QuantLayer(CacheLayerMixin):
                     for i, new in enumerate(kept)
                 ),
             )
-        if self._padding is not None and slots and first < int(self._padding.max()) + slots:
+        if self._padding is not None and slots and first < self._exact_until:
             if self._row_sinks is None:
                 self._row_sinks = (_zeros(states[0], slots), _zeros(states[1], slots))
             for sinks, side in zip(self._row_sinks, states, strict=True):
@@ -211,17 +249,29 @@ class QuantLayer(CacheLayerMixin):
             value_store.append(values, spare=spare)
 
     def _encode(self, store: BlockStore, states: torch.Tensor, slot: int, rotation: KeyRotation | None) -> Any:
+        """Codes of whole blocks `[B, H, n · L, D]` that begin at `slot`."""
+        length, sinks = self.config.block_length, self._num_sink_slots
+        clean = self._padding is None or slot >= self._exact_until
+        if store.spec.is_quantized and clean and self.config.backend != "torch":
+            packed = ops.encode(store.spec, states, length, rotation, sinks, (slot - sinks) // length)
+            if packed is not None:
+                return packed
         batch_size, heads, _, head_dim = states.shape
-        blocks = states.reshape(batch_size, heads, -1, self.config.block_length, head_dim)
+        blocks = states.reshape(batch_size, heads, -1, length, head_dim)
         if not store.spec.is_quantized:
             return store.encode(blocks)
         blocks = blocks.float()
         if rotation is not None:
-            cos, sin = rotation.block_tables(slot, blocks.shape[2], self.config.block_length, blocks.device)
+            cos, sin = rotation.block_tables(slot, blocks.shape[2], length, blocks.device)
             blocks = rotation.apply(blocks, cos, sin, inverse=True)
-        if self._padding is None or slot >= int(self._padding.max()) + self._num_sink_slots:
+        if clean:
             return store.encode(blocks)
-        return store.encode(blocks, without_padding(blocks, slot, self._padding, self._num_sink_slots))
+        fitted = without_padding(blocks, slot, cast(torch.Tensor, self._padding), sinks)
+        if self.config.backend != "torch":
+            packed = ops.encode(store.spec, blocks.flatten(2, 3), length, fitted=fitted.contiguous())
+            if packed is not None:
+                return packed
+        return store.encode(blocks, fitted)
 
     # ---- reading -----------------------------------------------------------------------------------------------
 
@@ -233,29 +283,26 @@ class QuantLayer(CacheLayerMixin):
     def view(self, query_length: int = 1) -> KVView:
         """A snapshot for attention of `query_length` new tokens; valid until the layer changes."""
         key_store, value_store = self._block_stores()
-        windows = [window.view() for window in self._residual]
-        shapes = [torch.Size((*shape[:2], self._length, shape[3])) for shape in self._shapes]
-        num_sinks = min(self._length, self._num_sink_slots)
-        sinks = None
-        if self._sinks is not None and num_sinks:
-            sinks = (self._sinks[0][:, :, :num_sinks], self._sinks[1][:, :, :num_sinks])
+        length = self._length
+        key_shape, value_shape = self._shapes
         return KVView(
-            kv_len=self._length,
+            kv_len=length,
             query_length=query_length,
             backend=self.config.backend,
             key_store=key_store,
             value_store=value_store,
-            sinks=sinks,
-            residual=None if windows[0] is None or windows[1] is None else (windows[0], windows[1]),
+            sinks=self._sinks,
+            windows=self._residual,
+            window_length=self._residual[0].length,
             rotation=self._rotation_in_use,
             padding=self._padding,
             row_sinks=self._row_sinks,
-            num_sinks=num_sinks,
+            num_sinks=0 if self._sinks is None else self._sinks[0].shape[2],
             key_dtype=self._dtypes[0],
             value_dtype=self._dtypes[1],
             device=self.device,
-            key_shape=shapes[0],
-            value_shape=shapes[1],
+            key_shape=torch.Size((key_shape[0], key_shape[1], length, key_shape[3])),
+            value_shape=torch.Size((value_shape[0], value_shape[1], length, value_shape[3])),
             epoch=(self._epoch, self._epoch[0]),
         )
 
@@ -293,6 +340,11 @@ class QuantLayer(CacheLayerMixin):
             self._padding = padding.clone()
         else:
             self._padding = self._row_sinks = None
+        self._note_padding()
+
+    def _note_padding(self) -> None:
+        """Remember the slot at which the sinks of all rows, and all padding, end."""
+        self._exact_until = self._num_sink_slots + (0 if self._padding is None else int(self._padding.max()))
 
     def _map(self, function: TensorMap) -> None:
         for window in self._residual:
@@ -305,6 +357,7 @@ class QuantLayer(CacheLayerMixin):
                 setattr(self, name, (function(pair[0]), function(pair[1])))
         if self._padding is not None:
             self._padding = function(self._padding)
+            self._note_padding()
         self._epoch[0] += 1
 
     def _map_rows(self, function: TensorMap, batch_size: int) -> None:
@@ -387,11 +440,13 @@ class QuantLayer(CacheLayerMixin):
         """Move everything stored to the CPU."""
         if self.is_initialized:
             self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
+            self._is_away = True
 
     def prefetch(self) -> None:
         """Bring everything stored back to the layer's device."""
-        if self.is_initialized and any(tensor.device != self.device for tensor in self._tensors()):
+        if self._is_away:
             self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
+            self._is_away = False
 
     def memory(self) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes by part, and the figures they are compared with, under the names of `MemoryReport`."""
@@ -416,14 +471,8 @@ class QuantLayer(CacheLayerMixin):
                 figures["quantized_bytes"] += sum(block_parts[name] for name in ("codes", "scales", "zero_points"))
         return parts, figures
 
-    def _tensors(self) -> list[torch.Tensor]:
-        found: list[torch.Tensor | None] = [window.buffer for window in self._residual]
-        for store in self._stores or ():
-            found += [store.codes, store.scale, store.zero_point]
-        for pair in (self._sinks, self._row_sinks):
-            found += pair or ()
-        found.append(self._padding)
-        return [tensor for tensor in found if tensor is not None]
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_appender": None}  # addresses mean nothing in a copy
 
     def __repr__(self) -> str:
         config = self.config

@@ -58,6 +58,7 @@ def load_layer_state(layer: QuantLayer, tensors: dict[str, torch.Tensor], facts:
         if f"key.{name}" in tensors:
             setattr(layer, f"_{name}", (tensors[f"key.{name}"], tensors[f"value.{name}"]))
     layer._padding = tensors.get("padding")
+    layer._note_padding()
     layer._length = facts["length"]
     sinks = 0 if layer._sinks is None else layer._sinks[0].shape[2]
     held = [sinks + layer.quantized_length + window.length for window in layer._residual]

@@ -207,14 +207,20 @@ class ExactTokens:
     def append(self, states: torch.Tensor) -> None:
         """Add tokens `[B, H, t, D]` at the end."""
         needed = self.length + states.shape[2]
+        if self.buffer is not None and self.buffer.shape[2] >= needed:
+            self.buffer.narrow(2, self.length, needed - self.length).copy_(states)
+            self.length = needed
+            return
         capacity = _chunk(needed) if self.limit is None else min(_chunk(needed), max(needed, self.limit))
         self.buffer = _with_capacity(self.buffer, states, self.length, needed, capacity - needed)
         self.buffer[:, :, self.length : needed] = states
         self.length = needed
 
     def replace(self, states: torch.Tensor) -> None:
-        """Hold exactly the tokens `[B, H, t, D]`, copied."""
-        self.buffer, self.length = None, 0
+        """Hold exactly the tokens `[B, H, t, D]`, copied; the buffer stays where it is if they fit into it."""
+        if self.limit is None or self.buffer is None or self.buffer.shape[2] > self.limit:
+            self.buffer = None
+        self.length = 0
         self.append(states)
 
     def drop_front(self, count: int) -> None:

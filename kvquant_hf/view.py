@@ -8,7 +8,7 @@ import torch
 
 from kvquant_hf.rope import KeyRotation
 from kvquant_hf.rotation import hadamard
-from kvquant_hf.storage import BlockStore
+from kvquant_hf.storage import BlockStore, ExactTokens
 
 # Tokens dequantized at a time: large enough to amortize the calls, small enough to stay in a core's cache.
 _TILE_TOKENS = 1024
@@ -40,7 +40,7 @@ class Tile:
     rotated_values: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class KVView:
     """Everything one attention call needs to read a layer: sinks, blocks of codes, residual window.
 
@@ -55,7 +55,8 @@ class KVView:
         sinks: Keys and values `[B, H, ≤S, D]`, or `None`.
         key_store: Blocks of keys.
         value_store: Blocks of values.
-        residual: Keys and values `[B, H, W, D]`, or `None`.
+        windows: Residual windows of keys and of values.
+        window_length: Tokens in them now.
         rotation: How block keys have to be rotated after dequantization, or `None`.
         padding: Left padding of each row, `[B]`, int64, or `None` without any.
         row_sinks: Keys and values `[B, H, S, D]` where there is padding.
@@ -69,7 +70,8 @@ class KVView:
     key_store: BlockStore
     value_store: BlockStore
     sinks: tuple[torch.Tensor, torch.Tensor] | None
-    residual: tuple[torch.Tensor, torch.Tensor] | None
+    windows: tuple[ExactTokens, ExactTokens]
+    window_length: int
     rotation: KeyRotation | None
     padding: torch.Tensor | None
     row_sinks: tuple[torch.Tensor, torch.Tensor] | None
@@ -85,6 +87,14 @@ class KVView:
     def num_blocks(self) -> int:
         """Blocks held as codes."""
         return self.key_store.num_blocks
+
+    @property
+    def residual(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values of the residual window, `[B, H, W, D]`, or `None`."""
+        keys, values = (window.buffer for window in self.windows)
+        if not self.window_length or keys is None or values is None:
+            return None
+        return keys[:, :, : self.window_length], values[:, :, : self.window_length]
 
     @property
     def block_length(self) -> int:
@@ -125,8 +135,9 @@ class KVView:
         step = max(1, _TILE_TOKENS // self.block_length)
         for first in range(0, self.num_blocks, step):
             yield self._block_tile(start, first, min(first + step, self.num_blocks), fold_rotations)
-        if self.residual is not None and self.residual[0].shape[2]:
-            yield Tile(self.kv_len - self.residual[0].shape[2], self.kv_len, *self.residual)
+        residual = self.residual
+        if residual is not None:
+            yield Tile(self.kv_len - self.window_length, self.kv_len, *residual)
 
     def _block_tile(self, start: int, first: int, last: int, fold: bool) -> Tile:
         begin, end = start + first * self.block_length, start + last * self.block_length

@@ -1,5 +1,6 @@
-"""Attention over packed keys and values. Knows tensors and views, nothing of Transformers."""
+"""Attention over packed keys and values, and packing them. Knows tensors and views, nothing of Transformers."""
 
-from kvquant_hf.ops.dispatch import available_backends, decode_attention
+from kvquant_hf.ops.cpu import Appender
+from kvquant_hf.ops.dispatch import appender, available_backends, decode_attention, encode
 
-__all__ = ["available_backends", "decode_attention"]
+__all__ = ["Appender", "appender", "available_backends", "decode_attention", "encode"]

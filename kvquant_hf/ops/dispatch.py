@@ -1,20 +1,21 @@
 """The fused entry: checks its arguments, picks a backend, calls it."""
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvquant_hf.ops import cpu, reference
+from kvquant_hf.ops.notice import no_compiler, tell_once
 
 if TYPE_CHECKING:
+    from kvquant_hf.config import QuantSpec
+    from kvquant_hf.rope import KeyRotation
     from kvquant_hf.view import KVView
 
 Backend = Callable[[torch.Tensor, "KVView", torch.Tensor | None, float], torch.Tensor]
 
 _BACKENDS: dict[str, Backend] = {"torch": reference.decode_attention, "cpu": cpu.decode_attention}
-_told: set[str] = set()
 
 
 def available_backends() -> tuple[str, ...]:
@@ -22,24 +23,18 @@ def available_backends() -> tuple[str, ...]:
     return tuple(_BACKENDS)
 
 
-def _tell_once(message: str) -> None:
-    if message not in _told:
-        _told.add(message)
-        warnings.warn(message, stacklevel=4)
-
-
 def _automatic(query: torch.Tensor, view: "KVView", mask: torch.Tensor | None, scale: float) -> torch.Tensor:
     """The fast backend of the tensors' device where it can serve the call, else the reference."""
-    differentiable = torch.is_grad_enabled() and (query.requires_grad or (mask is not None and mask.requires_grad))
-    if view.device.type == "cpu" and not differentiable:
+    wants_gradient = query.requires_grad or (mask is not None and mask.requires_grad)
+    if view.device.type == "cpu" and not (wants_gradient and torch.is_grad_enabled()):
         reason = cpu.unsupported(view)
         if reason is not None:
-            _tell_once(f"The CPU kernel does not read {reason}; the slower torch backend does.")
+            tell_once(f"The CPU kernel does not read {reason}; the slower torch backend does.")
         else:
             try:
                 return cpu.decode_attention(query, view, mask, scale)
             except cpu.BuildError as error:
-                _tell_once(f"The CPU kernel could not be compiled, the slower torch backend is used: {error}")
+                no_compiler(error)
     return reference.decode_attention(query, view, mask, scale)
 
 
@@ -89,3 +84,40 @@ def decode_attention(
             f"`backend` must be one of {available_backends()} in this installation, got {view.backend!r}."
         )
     return _BACKENDS[view.backend](query, view, mask, scale)
+
+
+def encode(
+    spec: "QuantSpec",
+    states: torch.Tensor,
+    block_length: int,
+    rotation: "KeyRotation | None" = None,
+    num_sinks: int = 0,
+    first_block: int = 0,
+    fitted: torch.Tensor | None = None,
+) -> cpu.Packed | None:
+    """Quantize and pack whole blocks with compiled code where there is some for these tensors.
+
+    Args:
+        spec: How the tensor is stored.
+        states: `[B, H, N · block_length, D]`.
+        block_length: Tokens of a block.
+        rotation: The rotary embedding to undo first.
+        num_sinks: Slot at which block 0 of the layer begins.
+        first_block: Which block of the layer the first of these is.
+        fitted: `[B, H, N, block_length, D]`, float32: what ranges are fitted to, where that differs.
+
+    Returns:
+        The blocks, or `None`: the quantizer of the method does it then.
+    """
+    if not cpu.can_encode(spec, states.dtype, states.device, block_length, states.shape[3]):
+        return None
+    try:
+        return cpu.encode(spec, states, block_length, rotation, num_sinks, first_block, fitted)
+    except cpu.BuildError as error:
+        no_compiler(error)
+        return None
+
+
+def appender(keys: torch.Tensor, values: torch.Tensor) -> cpu.Appender | None:
+    """What copies single tokens into these buffers `[B, H, capacity, D]` faster than tensors do, if anything."""
+    return cpu.appender(keys, values)

@@ -8,21 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvquant_hf.ops import cpu, decode_attention, dispatch, reference
-from kvquant_hf.ops.cpu import build
+from kvquant_hf.ops import cpu, decode_attention, notice, reference
+from kvquant_hf.ops.cpu import build, encoding
 from tests.ops.test_decode_attention import filled_layer
 
 ROOT = Path(__file__).parents[2]
 QUERY = torch.randn(2, 4, 1, 32)
-VARIANT = tuple({"KB": 4, "VB": 4, "D": 32, "DV": 32, "L": 32, "GK": 32, "GV": 32, "R": 2, "ROPE": 0}.items())
+SIZES = {"KB": 4, "VB": 4, "D": 32, "DV": 32, "L": 32, "GK": 32, "GV": 32, "R": 2}
+VARIANT = tuple((SIZES | dict.fromkeys(("ROPE", "RO", "RW", "KH", "VH", "KIND"), 0)).items())
 
 
 @pytest.fixture
 def clean_slate(monkeypatch, tmp_path):
     """An empty kernel directory and no memory of earlier compilations or warnings."""
     monkeypatch.setenv("KVQUANT_HF_CACHE", str(tmp_path))
-    monkeypatch.setattr(dispatch, "_told", set())
-    caches = (build.compiler, build._compiler_version, cpu.kernel._function)
+    monkeypatch.setattr(notice, "_told", set())
+    caches = (build.compiler, build._compiler_version, cpu.kernel._function, encoding._library_or_error)
     for function in caches:
         function.cache_clear()
     yield tmp_path
@@ -38,20 +39,22 @@ def test_auto_uses_the_kernel(monkeypatch):
 def test_a_variant_is_compiled_once_and_kept(clean_slate):
     layer = filled_layer(100)
     decode_attention(QUERY, layer.view())
-    libraries = list((clean_slate / "kernels").iterdir())
-    assert [path.suffix for path in libraries] == [".so"]
-    written = libraries[0].stat().st_mtime_ns
+    libraries = sorted((clean_slate / "kernels").iterdir())
+    assert [path.name.partition("-")[0] for path in libraries] == ["decode", "encode"]
+    assert {path.suffix for path in libraries} == {".so"}
+    written = [path.stat().st_mtime_ns for path in libraries]
     cpu.kernel._function.cache_clear()
-    decode_attention(QUERY, layer.view())
-    assert list((clean_slate / "kernels").iterdir()) == libraries
-    assert libraries[0].stat().st_mtime_ns == written
+    encoding._library_or_error.cache_clear()
+    decode_attention(QUERY, filled_layer(100).view())
+    assert sorted((clean_slate / "kernels").iterdir()) == libraries
+    assert [path.stat().st_mtime_ns for path in libraries] == written
 
 
 def test_several_processes_may_compile_at_once(clean_slate):
     code = (
         "import importlib.util as u; spec = u.spec_from_file_location('build', 'kvquant_hf/ops/cpu/build.py');"
         "build = u.module_from_spec(spec); spec.loader.exec_module(build);"
-        f"print(build.load({VARIANT!r}).kvquant_decode is not None)"
+        f"print(build.load('decode', {VARIANT!r}).kvquant_decode is not None)"
     )
     running = [
         subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(4)
@@ -62,12 +65,14 @@ def test_several_processes_may_compile_at_once(clean_slate):
 
 def test_without_a_compiler_one_warning_names_the_fix(clean_slate, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    layer = filled_layer(100)
     with pytest.warns(
         UserWarning, match=r"no C\+\+ compiler was found \(looked for no-such-compiler\).*apt install g"
-    ):
+    ) as warned:
+        layer = filled_layer(100)
         output = decode_attention(QUERY, layer.view())
-    torch.testing.assert_close(output, reference.decode_attention(QUERY, layer.view(), None, 32**-0.5))
+        layer.update(*(torch.randn(2, 2, 1, 32) for _ in range(2)))
+    assert len(warned) == 1
+    torch.testing.assert_close(output, reference.decode_attention(QUERY, filled_layer(100).view(), None, 32**-0.5))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         decode_attention(QUERY, layer.view())
@@ -89,7 +94,7 @@ def test_a_failing_compiler_is_quoted(clean_slate, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"key": {"nbits": 16}}, "an unquantized side"),
+        ({"dtype": torch.float64}, "keys in torch.float64 and values in torch.float64"),
         ({"key": {"granularity": "per_token"}}, "keys per_token and values per_token"),
         ({"head_dim": 40}, r"head sizes 40 and 40"),
     ],

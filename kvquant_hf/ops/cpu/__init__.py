@@ -1,6 +1,8 @@
-"""The CPU backend: one C++ kernel, compiled on first use with the system compiler."""
+"""The CPU backend: C++ compiled on first use with the system compiler."""
 
+from kvquant_hf.ops.cpu.append import Appender, appender
 from kvquant_hf.ops.cpu.build import BuildError
+from kvquant_hf.ops.cpu.encoding import Packed, can_encode, encode
 from kvquant_hf.ops.cpu.kernel import decode_attention, unsupported
 
-__all__ = ["BuildError", "decode_attention", "unsupported"]
+__all__ = ["Appender", "BuildError", "Packed", "appender", "can_encode", "decode_attention", "encode", "unsupported"]

@@ -1,17 +1,18 @@
 """Calling the compiled kernel: which views it takes, and the arguments it is handed."""
 
 import ctypes
+import threading
 from array import array
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvquant_hf.ops.cpu.build import load, parallel_region
+from kvquant_hf.ops.cpu.tables import offset_columns, start_tables
 
 if TYPE_CHECKING:
-    from kvquant_hf.rope import KeyRotation
     from kvquant_hf.view import KVView
 
 # Numbers of query rows that kernels are compiled for; more accumulators than six rows need do not fit in registers.
@@ -24,6 +25,12 @@ _MIN_BLOCKS = 8
 
 def unsupported(view: "KVView") -> str | None:
     """Why the kernel cannot read a view, or `None` if it can."""
+    if "cpu" in view.memo:
+        return None
+    return _obstacle(view)
+
+
+def _obstacle(view: "KVView") -> str | None:
     key, value = view.key_store.spec, view.value_store.spec
     if view.device.type != "cpu":
         return f"tensors on {view.device.type}"
@@ -58,8 +65,27 @@ class _Plan:
     blocks: list[int]
     tables: list[int]
     defines: tuple[tuple[str, int], ...]
-    alive: tuple[torch.Tensor, ...]
-    functions: dict[int, Any]
+    calls: dict[tuple[int, ...], "_Call"]
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """Arguments of the kernel for one kind of query; what differs from step to step is written over."""
+
+    function: Any
+    args: "array[int]"
+    address: int
+    steps: tuple[int, ...]
+    scratch: int
+    sinks: object = None
+    row_sinks: object = None
+    keys: torch.Tensor | None = None
+    masked: bool = False
+
+
+# Places in the arguments, see `Args` in decode.cpp.
+_QUERY, _OUT, _MASK, _SCRATCH, _WINDOW = 0, 5, 22, 31, 49
+_WINDOW_FIRST = _WINDOW + 8
 
 
 def decode_attention(query: torch.Tensor, view: "KVView", mask: torch.Tensor | None, scale: float) -> torch.Tensor:
@@ -70,46 +96,72 @@ def decode_attention(query: torch.Tensor, view: "KVView", mask: torch.Tensor | N
         ValueError: The kernel cannot read this view, or a gradient is asked for.
     """
     view.check_current()
-    plan = view.memo.get("cpu") or _plan(view)
+    memo = view.key_store.memo
+    plan: _Plan = memo["cpu"] if "cpu" in memo else _plan(view)
     if query.requires_grad and torch.is_grad_enabled():
         raise ValueError("`backend='cpu'` computes no gradients; use 'auto' or 'torch'.")
     kind = _KINDS.get(query.dtype)
     if kind is None:
         return decode_attention(query.float(), view, mask, scale).to(query.dtype)
-    batch_size, num_heads, q_len, _ = query.shape
     steps = query.stride()
     if steps[3] != 1:
         query = query.contiguous()
         steps = query.stride()
-    heads = view.key_shape[1]
-    group = num_heads // heads
-    rows = group * q_len
-    chunk = _rows_at_once(rows)
-    function = plan.functions.get(chunk)
-    if function is None:
-        function = plan.functions[chunk] = _function((*plan.defines, ("R", chunk)))
+    batch_size, num_heads, q_len, _ = query.shape
     parallel = parallel_region()
     threads = torch.get_num_threads() if parallel else 1
-    tasks = batch_size * heads * -(-rows // chunk)
-    blocks = view.num_blocks
-    splits = 1 if threads == 1 else max(1, min(-(-2 * threads // tasks), blocks // _MIN_BLOCKS))
+    kind_of_call = (num_heads, q_len, kind, threads)
+    call = plan.calls.get(kind_of_call)
+    if call is None:
+        call = plan.calls[kind_of_call] = _new_call(plan, view, *kind_of_call)
     out = torch.empty((batch_size, num_heads, q_len, view.value_shape[3]), dtype=query.dtype)
-    # Records of a split: two numbers and a sum in each of up to two bases.
-    scratch = torch.empty(tasks * splits * chunk * (2 + 2 * view.value_shape[3])) if splits > 1 else out
-    mask_fields, mask_tensor = _mask(view, mask)
-    exact_fields = _exact(view)
+    args = call.args
+    args[_QUERY] = query.data_ptr()
+    args[_OUT] = out.data_ptr()
+    if steps != call.steps:
+        args[_QUERY + 1], args[_QUERY + 2], args[_QUERY + 3], _ = call.steps = steps
+    _put_exact(call, view)
+    if mask is not None or call.masked or view.padding is not None:
+        fields, mask = _mask(view, mask)
+        args[_MASK : _MASK + 5] = array("q", fields)
+        call.masked = mask is not None
+    if call.scratch:
+        args[_SCRATCH] = _workspace(call.scratch).data_ptr()
+    call.function(call.address, scale, threads, parallel)
+    return out
+
+
+_own = threading.local()
+
+
+def _workspace(size: int) -> torch.Tensor:
+    """Room for `size` numbers that calls of this thread share."""
+    kept: torch.Tensor | None = getattr(_own, "kept", None)
+    if kept is None or kept.numel() < size:
+        with torch.inference_mode(False):
+            kept = _own.kept = torch.empty(size)
+    return kept
+
+
+def _new_call(plan: _Plan, view: "KVView", num_heads: int, q_len: int, kind: int, threads: int) -> _Call:
+    batch_size, heads, value_dim = view.key_shape[0], view.key_shape[1], view.value_shape[3]
+    rows = num_heads // heads * q_len
+    chunk = _rows_at_once(rows)
+    tasks = batch_size * heads * -(-rows // chunk)
+    splits = 1 if threads == 1 else max(1, min(-(-2 * threads // tasks), view.num_blocks // _MIN_BLOCKS))
+    # Records of a split: two numbers, and a sum in each of up to two bases.
+    scratch = tasks * splits * chunk * (2 + 2 * value_dim) if splits > 1 else 0
     args = array(
         "q",
-        [query.data_ptr(), steps[0], steps[1], steps[2], kind, out.data_ptr()]
+        [0, -1, -1, -1, kind, 0]
         + plan.blocks
-        + mask_fields
+        + [0] * 5
         + plan.tables
-        + [scratch.data_ptr(), batch_size, heads, group, q_len, blocks, view.num_sinks, splits]
-        + exact_fields,
+        + [0, batch_size, heads, num_heads // heads, q_len, view.num_blocks, view.num_sinks, splits]
+        + [0] * 30,
     )
-    function(args.buffer_info()[0], scale, threads, parallel)
-    del mask_tensor
-    return out
+    function = _function((*plan.defines, ("R", chunk)))
+    return _Call(function, args, args.buffer_info()[0], (), scratch)
 
 
 @cache
@@ -120,19 +172,17 @@ def _rows_at_once(rows: int) -> int:
 
 
 def _plan(view: "KVView") -> _Plan:
-    reason = unsupported(view)
+    reason = _obstacle(view)
     if reason is not None:
         raise ValueError(f"`backend='cpu'` does not read {reason}; use 'auto' or 'torch'.")
     key, value, rotation = view.key_store.spec, view.value_store.spec, view.rotation
     blocks = [0] * 16
     tables = [0] * 4
-    alive: tuple[torch.Tensor, ...] = ()
     if view.num_blocks:
         blocks = _block_fields(view)
         if rotation is not None:
-            starts = _start_tables(rotation, view.num_sinks, view.block_length, -(-view.num_blocks // 64) * 64)
-            alive = (*starts, *_offset_tables(rotation, view.block_length))
-            tables = [table.data_ptr() for table in alive]
+            starts = start_tables(rotation, view.num_sinks, view.block_length, view.num_blocks)
+            tables = [table.data_ptr() for table in (*starts, *offset_columns(rotation, view.block_length))]
     defines = {
         "KB": key.nbits,
         "VB": value.nbits,
@@ -148,7 +198,7 @@ def _plan(view: "KVView") -> _Plan:
         "VH": int(value.is_quantized and value.rotation == "hadamard"),
         "KIND": _KINDS[view.key_dtype],
     }
-    plan = _Plan(blocks, tables, tuple(defines.items()), alive, {})
+    plan = _Plan(blocks, tables, tuple(defines.items()), {})
     view.memo["cpu"] = plan
     return plan
 
@@ -168,40 +218,33 @@ def _block_fields(view: "KVView") -> list[int]:
     return pointers + strides + wide
 
 
-def _padded(tables: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tables `[…, pairs]` filled up to whole vectors of sixteen pairs."""
-    missing = -tables[0].shape[-1] % 16
-    cos, sin = (torch.nn.functional.pad(table, (0, missing)).contiguous() for table in tables)
-    return cos, sin
+def _put_exact(call: _Call, view: "KVView") -> None:
+    """Write addresses, strides, first columns and lengths of sinks, residual window and sinks of padded rows."""
+    args = call.args
+    if view.sinks is not call.sinks:
+        call.sinks = view.sinks
+        args[_WINDOW - 10 : _WINDOW] = _tokens(view.sinks, 0)
+        args[_WINDOW - 12] = view.num_sinks
+    row_sinks = None if view.padding is None else view.row_sinks
+    if row_sinks is not call.row_sinks or row_sinks is not None:
+        call.row_sinks = row_sinks
+        args[_WINDOW + 10 : _WINDOW + 20] = _tokens(row_sinks, view.kv_len)
+    length = view.window_length
+    keys = view.windows[0].buffer
+    if keys is not call.keys:
+        values = view.windows[1].buffer
+        call.keys = keys
+        args[_WINDOW : _WINDOW + 10] = _tokens(None if keys is None or values is None else (keys, values), 0)
+    args[_WINDOW_FIRST] = view.kv_len - length
+    args[_WINDOW_FIRST + 1] = length
 
 
-@lru_cache(maxsize=16)
-def _offset_tables(rotation: "KeyRotation", block_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    with torch.inference_mode(False):
-        cos, sin = rotation.tables(torch.arange(block_length))
-        return cos.T.contiguous(), sin.T.contiguous()
-
-
-@lru_cache(maxsize=8)
-def _start_tables(
-    rotation: "KeyRotation", first: int, block_length: int, blocks: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    with torch.inference_mode(False):
-        return _padded(rotation.tables(first + block_length * torch.arange(blocks)))
-
-
-def _exact(view: "KVView") -> list[int]:
-    """Addresses, strides, first columns and lengths of sinks, residual window and sinks of padded rows."""
-    window, row_sinks = view.residual, None if view.padding is None else view.row_sinks
-    start = 0 if window is None else view.kv_len - window[0].shape[2]
-    return _exact_fields(view.sinks, 0) + _exact_fields(window, start) + _exact_fields(row_sinks, view.kv_len)
-
-
-def _exact_fields(pair: tuple[torch.Tensor, torch.Tensor] | None, first: int) -> list[int]:
+def _tokens(pair: tuple[torch.Tensor, torch.Tensor] | None, first: int) -> "array[int]":
     if pair is None:
-        return [0] * 10
+        return array("q", [0] * 10)
     keys, values = pair
-    return [keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3], first, keys.shape[2]]
+    strides = [*keys.stride()[:3], *values.stride()[:3]]
+    return array("q", [keys.data_ptr(), values.data_ptr(), *strides, first, keys.shape[2]])
 
 
 def _mask(view: "KVView", mask: torch.Tensor | None) -> tuple[list[int], torch.Tensor | None]:

@@ -1,0 +1,314 @@
+// Quantize and pack blocks of keys or values, and append single tokens to the residual window.
+//
+// One library for all formats. Compiled without contraction of products and sums, so that codes, scales and zero
+// points are those of quantizers/affine.py bit for bit (min-max ranges); the search of `clip="mse"` sums its errors in
+// another order and may choose another one of two almost equal ranges.
+//
+// A block is brought into the form x[element][lane]: the elements of a group lie one below the other, sixteen rows that
+// are quantized independently lie side by side. For keys (per channel) the elements are tokens and the rows channels,
+// for values (per token) the other way round.
+#include <atomic>
+#include <new>
+#include "simd.h"
+
+constexpr int MAX_BLOCK = 128, MAX_DIM = 256;
+
+struct Args {
+  const char *states;              // [B, H, ≥ N·L, D]
+  int64_t sb, sh, st, kind;        // strides of batch, head and token, element type (enum Kind)
+  const float *fitted;             // [B, H, N, L, D] contiguous: what ranges are fitted to; null: the states
+  int64_t batch, heads, blocks, length, dim;
+  int64_t per_channel, nbits, group, symmetric, mse, hadamard;
+  int64_t rope, first, width;      // 0 none, 1 half, 2 interleaved; first rotated channel, number of rotated channels
+  int64_t pairs;                   // row length of the following tables
+  const float *cosa, *sina;        // [N, pairs] rotation of block starts
+  const float *cosb, *sinb;        // [L, pairs] rotation of offsets
+  uint8_t *codes;                  // [B, H, N, rows, bytes]
+  uint16_t *scale, *zero;          // [B, H, N, rows, groups], float16; no zero points of symmetric codes
+};
+
+// ---- float16, rounded in one direction -------------------------------------------------------------------------------
+
+INLINE float half_to_float(uint16_t bits) { return fetch1(F16, &bits, 0); }
+
+// The smallest float16 that is not below `x` (up), or the largest that is not above.
+INLINE uint16_t rounded(float x, bool up) {
+  _Float16 h = (_Float16)x;
+  uint16_t bits;
+  memcpy(&bits, &h, 2);
+  float back = (float)h;
+  if (up ? back >= x : back <= x) return bits;
+  bool negative = bits & 0x8000;
+  int magnitude = bits & 0x7FFF;
+  int moved = magnitude + (up == negative ? -1 : 1);
+  if (moved < 0) { moved = 1; negative = !negative; }
+  return moved >= 0x7C00 ? bits : (uint16_t)(moved | (negative ? 0x8000 : 0));
+}
+
+// ---- one group of sixteen rows ---------------------------------------------------------------------------------------
+
+struct Grid {  // parameters of sixteen groups, as stored and as numbers
+  uint16_t scale[16], zero[16];
+  vf step, inverse, offset;
+};
+
+struct Format {
+  int levels, middle;  // steps between the lowest and the highest value; symmetric code of zero
+  bool symmetric;
+};
+
+static Grid grid_of(const Format &f, vf low, vf high) {
+  Grid g;
+  for (int i = 0; i < 16; i++) {
+    float lo = low[i], hi = high[i], z = 0, s;
+    if (f.symmetric) {
+      g.scale[i] = rounded(hi / (float)(f.levels / 2), true);
+    } else {
+      g.zero[i] = rounded(lo, false);
+      z = half_to_float(g.zero[i]);
+      float a = hi / (float)f.levels, b = z / (float)f.levels;
+      g.scale[i] = rounded(a - b, true);
+    }
+    s = half_to_float(g.scale[i]);
+    g.step[i] = s;
+    g.offset[i] = z;
+    g.inverse[i] = s >= 1.17549435e-38f ? 1 / s : 0.f;
+  }
+  return g;
+}
+
+INLINE vf nearest(vf x) {
+#if AVX512
+  return (vf)_mm512_roundscale_ps((__m512)x, 0);
+#else
+  vf out;
+  for (int i = 0; i < 16; i++) out[i] = __builtin_nearbyintf(x[i]);
+  return out;
+#endif
+}
+INLINE vf vmin(vf x, vf y) { return x < y ? x : y; }
+
+INLINE vf codes_of(const Format &f, const Grid &g, vf x) {
+  if (f.symmetric) {
+    vf c = nearest(x * g.inverse) + (float)f.middle;
+    return vmin(vmax(c, splat(1.f)), splat(1.f + f.levels));
+  }
+  return vmin(vmax(nearest((x - g.offset) * g.inverse), vf{}), splat((float)f.levels));
+}
+
+static vf squared_error(const Format &f, const Grid &g, const float *x, int64_t step, int count) {
+  vf sum = {};
+  for (int e = 0; e < count; e++) {
+    vf value = load(x + e * step), c = codes_of(f, g, value);
+    vf back = f.symmetric ? (c - (float)f.middle) * g.step : c * g.step + g.offset;
+    vf gap = back - value;
+    sum += gap * gap;
+  }
+  return sum;
+}
+
+// The range among shares of the full one whose codes have the least squared error.
+static Grid clipped(const Format &f, const Grid &full, vf low, vf high, const float *x, int64_t step, int count) {
+  Grid best = full;
+  vf least = squared_error(f, full, x, step, count), middle = low / 2 + high / 2, half = high / 2 - low / 2;
+  for (int k = 1; k <= 10; k++) {
+    float share = (float)(1 - 0.05 * k);
+    Grid g = grid_of(f, middle - half * share, middle + half * share);
+    vf error = squared_error(f, g, x, step, count);
+    for (int i = 0; i < 16; i++)
+      if (error[i] < least[i]) {
+        least[i] = error[i];
+        best.scale[i] = g.scale[i];
+        best.zero[i] = g.zero[i];
+        best.step[i] = g.step[i];
+        best.offset[i] = g.offset[i];
+        best.inverse[i] = g.inverse[i];
+      }
+  }
+  return best;
+}
+
+// Whether all of `count` elements are finite and scales and zero points of the range fit into float16.
+INLINE bool fits_half(const Format &f, vf low, vf high, vi undefined) {
+  for (int i = 0; i < 16; i++) {
+    float extent = high[i] > -low[i] ? high[i] : -low[i];
+    float spread = high[i] / (float)f.levels - low[i] / (float)f.levels;
+    if (undefined[i] || !(extent <= 65504.f)) return false;
+    if (spread > 0 && spread < 1.52587890625e-05f && spread * 1024.f > extent) return false;
+  }
+  return true;
+}
+
+// ---- a block ---------------------------------------------------------------------------------------------------------
+
+struct Scratch {
+  alignas(64) float x[MAX_BLOCK * MAX_DIM], other[MAX_BLOCK * MAX_DIM], range[MAX_BLOCK * MAX_DIM];
+  alignas(64) uint8_t code[MAX_DIM > MAX_BLOCK ? MAX_DIM : MAX_BLOCK][16];
+};
+
+static void unrotate(const Args &a, int64_t n, float *x) {
+  int64_t half = a.width / 2;
+  const float *ca = a.cosa + n * a.pairs, *sa = a.sina + n * a.pairs;
+  for (int64_t t = 0; t < a.length; t++, x += a.dim) {
+    const float *cb = a.cosb + t * a.pairs, *sb = a.sinb + t * a.pairs;
+    for (int64_t i = 0; i < half; i++) {
+      float c = ca[i] * cb[i] - sa[i] * sb[i], s = sa[i] * cb[i] + ca[i] * sb[i];
+      int64_t j = a.first + (a.rope == 1 ? i : 2 * i), k = a.first + (a.rope == 1 ? i + half : 2 * i + 1);
+      float first = x[j], second = x[k];
+      x[j] = first * c + second * s;
+      x[k] = second * c - first * s;
+    }
+  }
+}
+
+static void hadamard(float *x, int64_t rows, int64_t dim) {
+  int64_t width = dim & -dim;
+  float norm = (float)std::sqrt((double)width);
+  for (int64_t r = 0; r < rows; r++, x += dim) {
+    for (int64_t h = 1; h < width; h *= 2)
+      for (int64_t i = 0; i < dim; i += 2 * h)
+        for (int64_t j = i; j < i + h; j++) {
+          float a = x[j], b = x[j + h];
+          x[j] = a + b;
+          x[j + h] = a - b;
+        }
+    for (int64_t i = 0; i < dim; i++) x[i] /= norm;
+  }
+}
+
+static void transpose(const float *x, float *out, int64_t rows, int64_t columns) {
+  for (int64_t i = 0; i < rows; i++)
+    for (int64_t j = 0; j < columns; j++) out[j * rows + i] = x[i * columns + j];
+}
+
+template <int KIND> static void read_rows(const Args &a, const char *p, float *x) {
+  for (int64_t t = 0; t < a.length; t++)
+    for (int64_t d = 0; d < a.dim; d += 16) store(x + t * a.dim + d, fetch<KIND>(p, t * a.st + d));
+}
+
+// Codes of one row and sixteen lanes to bytes, as PlanarLayout lays them out.
+static void pack(const uint8_t (*code)[16], int64_t length, int nbits, uint8_t *out, int64_t row_bytes) {
+  int unit = length % 32 == 0 ? 32 : 16;
+  for (int64_t u = 0; u < length; u += unit) {
+    int64_t at = u * nbits / 8;
+    for (int low = 0; low < nbits;) {
+      int plane = nbits == 3 ? (low == 0 ? 2 : 1) : nbits, bytes = unit * plane / 8;
+      for (int j = 0; j < bytes; j++) {
+        v16u8 byte = {};
+        for (int k = 0; k * plane < 8; k++) {
+          v16u8 c = raw<v16u8>(code[u + j + k * bytes]) >> low;
+          if (plane < 8) c &= (uint8_t)((1 << plane) - 1);
+          byte |= c << (k * plane);
+        }
+        for (int i = 0; i < 16; i++) out[i * row_bytes + at + j] = byte[i];
+      }
+      at += bytes;
+      low += plane;
+    }
+  }
+}
+
+// Encode block `n` of head `h` of row `b`; false if it does not fit into float16 parameters.
+static bool encode_block(const Args &a, Scratch &s, int64_t b, int64_t h, int64_t n) {
+  int64_t L = a.length, D = a.dim, index = (b * a.heads + h) * a.blocks + n;
+  const char *p = a.states + (b * a.sb + h * a.sh + n * L * a.st) * size_of(a.kind);
+  if (a.kind == F32) read_rows<F32>(a, p, s.x);
+  else if (a.kind == BF16) read_rows<BF16>(a, p, s.x);
+  else read_rows<F16>(a, p, s.x);
+  if (a.rope) unrotate(a, n, s.x);
+  if (a.hadamard) hadamard(s.x, L, D);
+  const float *x = s.x, *range = s.x;
+  if (a.fitted) {
+    memcpy(s.range, a.fitted + index * L * D, L * D * sizeof(float));
+    if (a.hadamard) hadamard(s.range, L, D);
+    range = s.range;
+  }
+  int64_t elements = a.per_channel ? L : D, rows = a.per_channel ? D : L;
+  if (!a.per_channel) {
+    transpose(s.x, s.other, L, D);
+    x = s.other;
+    if (a.fitted) {
+      transpose(s.range, s.x, L, D);
+      range = s.x;
+    } else {
+      range = x;
+    }
+  }
+  int64_t groups = (elements + a.group - 1) / a.group, row_bytes = elements * a.nbits / 8;
+  Format f{a.symmetric ? (1 << a.nbits) - 2 : (1 << a.nbits) - 1, 1 << (a.nbits - 1), a.symmetric != 0};
+  uint8_t *codes = a.codes + index * rows * row_bytes;
+  for (int64_t lane = 0; lane < rows; lane += 16) {
+    for (int64_t g = 0; g < groups; g++) {
+      int64_t first = g * a.group, count = elements - first < a.group ? elements - first : a.group;
+      const float *from = range + first * rows + lane, *own = x + first * rows + lane;
+      vf low = load(from), high = low;
+      vi undefined = {};
+      for (int64_t e = 0; e < count; e++) {
+        vf v = load(from + e * rows), w = load(own + e * rows);
+        low = vmin(v, low);
+        high = vmax(v, high);
+        undefined |= (v != v) | (w - w != vf{});  // not a number, or infinite where only the range was checked
+      }
+      if (f.symmetric) {
+        high = vmax(high, -low);
+        low = -high;
+      }
+      if (!fits_half(f, low, high, undefined)) return false;
+      Grid grid = grid_of(f, low, high);
+      if (a.mse) grid = clipped(f, grid, low, high, from, rows, count);
+      for (int64_t e = 0; e < count; e++) {
+        vi c = __builtin_convertvector(codes_of(f, grid, load(own + e * rows)), vi);
+        v16u8 bytes = __builtin_convertvector(c, v16u8);
+        memcpy(s.code[first + e], &bytes, 16);
+      }
+      for (int i = 0; i < 16; i++) {
+        int64_t at = (index * rows + lane + i) * groups + g;
+        a.scale[at] = grid.scale[i];
+        if (a.zero) a.zero[at] = grid.zero[i];
+      }
+    }
+    pack(s.code, elements, a.nbits, codes + lane * row_bytes, row_bytes);
+  }
+  return true;
+}
+
+struct Job {
+  const Args *a;
+  std::atomic<int64_t> next;
+  std::atomic<int> failed;
+};
+
+static void work(void *data) {
+  Job &job = *(Job *)data;
+  const Args &a = *job.a;
+  Scratch *scratch = new (std::align_val_t(64)) Scratch;
+  int64_t tasks = a.batch * a.heads * a.blocks;
+  for (int64_t task; !job.failed && (task = job.next.fetch_add(1)) < tasks;)
+    if (!encode_block(a, *scratch, task / a.blocks / a.heads, task / a.blocks % a.heads, task % a.blocks)) job.failed = 1;
+  ::operator delete(scratch, std::align_val_t(64));
+}
+
+typedef void (*parallel_fn)(void (*)(void *), void *, unsigned, unsigned);
+
+// 0: done. 1: something is not finite or needs float32 parameters; nothing that was written counts then.
+extern "C" int kvquant_encode(const Args *a, int threads, parallel_fn parallel) {
+  Job job{a, {0}, {0}};
+  if (threads > 1 && parallel && a->batch * a->heads * a->blocks > 1) parallel(work, &job, threads, 0);
+  else work(&job);
+  return job.failed;
+}
+
+// Copy one row per (batch, head) of keys and of values to where they belong in the residual window.
+struct Append {
+  char *to[2];
+  const char *from[2];
+  int64_t to_batch[2], to_head[2], from_batch[2], from_head[2], bytes[2];  // strides and lengths in bytes
+  int64_t batch, heads;
+};
+extern "C" void kvquant_append(const Append *a) {
+  for (int side = 0; side < 2; side++)
+    for (int64_t b = 0; b < a->batch; b++)
+      for (int64_t h = 0; h < a->heads; h++)
+        memcpy(a->to[side] + b * a->to_batch[side] + h * a->to_head[side],
+               a->from[side] + b * a->from_batch[side] + h * a->from_head[side], a->bytes[side]);
+}

@@ -1,0 +1,131 @@
+"""Quantizing and packing with the compiled code."""
+
+import ctypes
+from array import array
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvquant_hf.ops.cpu.build import BuildError, load, parallel_region
+from kvquant_hf.ops.cpu.tables import offset_tables, start_tables
+
+if TYPE_CHECKING:
+    from kvquant_hf.config import QuantSpec
+    from kvquant_hf.rope import KeyRotation
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_MAX_BLOCK, _MAX_DIM = 128, 256
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Blocks of codes `[B, H, N, rows, bytes]` with their scales and zero points `[B, H, N, rows, groups]`."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero_point: torch.Tensor | None
+
+
+@cache
+def _library_or_error() -> Any:
+    """The compiled library, or the `BuildError` that says why there is none: not to be sought for every block."""
+    try:
+        # Products and sums must round as PyTorch's do.
+        found = load("encode", extra=("-ffp-contract=off",))
+    except BuildError as error:
+        return error
+    found.kvquant_encode.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+    found.kvquant_encode.restype = ctypes.c_int
+    found.kvquant_append.argtypes = (ctypes.c_void_p,)
+    found.kvquant_append.restype = None
+    return found
+
+
+def library() -> Any:
+    """The compiled `encode.cpp`.
+
+    Raises:
+        BuildError: It could not be compiled.
+    """
+    found = _library_or_error()
+    if isinstance(found, BuildError):
+        raise found
+    return found
+
+
+def can_encode(spec: "QuantSpec", dtype: torch.dtype, device: torch.device, block_length: int, head_dim: int) -> bool:
+    """Whether `encode` serves blocks of this kind."""
+    return (
+        device.type == "cpu"
+        and spec.method == "affine"
+        and dtype in _KINDS
+        and block_length % 16 == 0
+        and head_dim % 16 == 0
+        and block_length <= _MAX_BLOCK
+        and head_dim <= _MAX_DIM
+    )
+
+
+def encode(
+    spec: "QuantSpec",
+    states: torch.Tensor,
+    block_length: int,
+    rotation: "KeyRotation | None" = None,
+    num_sinks: int = 0,
+    first_block: int = 0,
+    fitted: torch.Tensor | None = None,
+) -> Packed | None:
+    """Quantize and pack whole blocks, see `BlockStore.encode`.
+
+    With `clip="minmax"` the result is that of `AffineQuantizer` and `PlanarLayout` bit for bit; with `clip="mse"` sums
+    of squared errors round differently, so that another one of two almost equal ranges may be chosen.
+
+    Args:
+        spec: How the tensor is stored; `can_encode` has agreed.
+        states: `[B, H, N · block_length, D]`, the last dimension contiguous.
+        block_length: Tokens of a block.
+        rotation: The rotary embedding to undo first.
+        num_sinks: Slot at which block 0 of the layer begins.
+        first_block: Which block of the layer the first of these is.
+        fitted: `[B, H, N, block_length, D]`, float32, contiguous: what ranges are fitted to, where that differs.
+
+    Returns:
+        The blocks, or `None` where something is not finite or needs parameters in float32: `AffineQuantizer` knows
+        what to do then.
+
+    Raises:
+        BuildError: The code could not be compiled.
+    """
+    function = library().kvquant_encode
+    batch_size, heads, tokens, head_dim = states.shape
+    blocks = tokens // block_length
+    if states.stride(3) != 1:
+        states = states.contiguous()
+    per_channel = spec.granularity == "per_channel"
+    rows, row = (head_dim, block_length) if per_channel else (block_length, head_dim)
+    shape = (batch_size, heads, blocks, rows)
+    codes = torch.empty((*shape, row * spec.nbits // 8), dtype=torch.uint8)
+    scale = torch.empty((*shape, -(-row // spec.group_size)), dtype=torch.float16)
+    zero_point = None if spec.symmetric else torch.empty_like(scale)
+    turn = [0] * 8
+    tables: tuple[torch.Tensor, ...] = ()
+    if rotation is not None:
+        starts = start_tables(rotation, num_sinks, block_length, first_block + blocks)
+        tables = (*starts, *offset_tables(rotation, block_length))
+        pairs = starts[0].shape[1]
+        turn = [1 if rotation.pairing == "half" else 2, rotation.offset, rotation.rotary_dim, pairs]
+        turn += [table.data_ptr() + 4 * pairs * first_block for table in starts]
+        turn += [table.data_ptr() for table in tables[2:]]
+    source = [states.data_ptr(), *states.stride()[:3], _KINDS[states.dtype]]
+    settings = [spec.nbits, spec.group_size, spec.symmetric, spec.clip == "mse", spec.rotation == "hadamard"]
+    fields = [*source, 0 if fitted is None else fitted.data_ptr(), batch_size, heads, blocks, block_length, head_dim]
+    fields += [per_channel, *settings, *turn, codes.data_ptr(), scale.data_ptr()]
+    fields.append(0 if zero_point is None else zero_point.data_ptr())
+    args = array("q", fields)
+    parallel = parallel_region()
+    threads = torch.get_num_threads() if parallel and blocks > 1 else 1
+    failed = function(args.buffer_info()[0], threads, parallel)
+    del tables
+    return None if failed else Packed(codes, scale, zero_point)

@@ -1,0 +1,58 @@
+"""Tables of cosines and sines that the compiled code reads, shared by all layers and caches of a process.
+
+Tables are kept for ever, so that their addresses stay valid: 8 bytes per rotated channel pair and block of the longest
+sequence so far, which is less than a thousandth of one layer's codes.
+"""
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from kvquant_hf.rope import KeyRotation
+
+_LANES = 16
+# Tables of block starts double in length, so that few of them are ever made.
+_SHORTEST = 64
+
+
+def start_tables(
+    rotation: "KeyRotation", first: int, block_length: int, blocks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotation of the starts of at least `blocks` blocks, the first of which begins at the slot `first`.
+
+    Returns:
+        `(cos, sin)`, each `[≥ blocks, pairs]`, float32, `pairs` being filled up with zeros to a multiple of 16.
+    """
+    length = max(_SHORTEST, 1 << (blocks - 1).bit_length())
+    return _start_tables(rotation, first, block_length, length)
+
+
+@cache
+def _start_tables(
+    rotation: "KeyRotation", first: int, block_length: int, blocks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.inference_mode(False):
+        return _filled(rotation.tables(first + block_length * torch.arange(blocks)))
+
+
+@cache
+def offset_tables(rotation: "KeyRotation", block_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotation of the offsets in a block: `(cos, sin)`, each `[block_length, pairs]`, like `start_tables`."""
+    with torch.inference_mode(False):
+        return _filled(rotation.tables(torch.arange(block_length)))
+
+
+@cache
+def offset_columns(rotation: "KeyRotation", block_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Like `offset_tables` with the tokens of a pair side by side, each `[rotary_dim / 2, block_length]`."""
+    with torch.inference_mode(False):
+        cos, sin = rotation.tables(torch.arange(block_length))
+        return cos.T.contiguous(), sin.T.contiguous()
+
+
+def _filled(tables: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    missing = -tables[0].shape[-1] % _LANES
+    cos, sin = (torch.nn.functional.pad(table, (0, missing)).contiguous() for table in tables)
+    return cos, sin
