@@ -1,0 +1,168 @@
+"""Timing candidates against each other: interleaved in random order, on a clock that knows when it was disturbed."""
+
+import random
+import resource
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+# Fewer undisturbed samples than this are no better a basis than all of them.
+MIN_CLEAN = 5
+# A disturbed sample is taken again, up to this many times the samples asked for.
+MOST_ROUNDS = 2
+
+
+def preemptions() -> int:
+    """Involuntary context switches of this process so far, all threads."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Sources of time.
+
+    Attributes:
+        wall: Seconds since any moment.
+        cpu: Seconds of processor time of the process, all threads.
+        preemptions: Involuntary context switches of the process so far.
+        synchronize: Waits until the device is done; called before the wall clock is read.
+    """
+
+    wall: Callable[[], float] = time.perf_counter
+    cpu: Callable[[], float] = time.process_time
+    preemptions: Callable[[], int] = preemptions
+    synchronize: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement of one candidate.
+
+    Attributes:
+        wall: Seconds per call.
+        cpu: Seconds of processor time per call.
+        preemptions: Involuntary context switches while it ran.
+    """
+
+    wall: float
+    cpu: float
+    preemptions: int
+
+
+def take(call: Callable[[], object], clock: Clock, calls: int = 1) -> Sample:
+    """Time `calls` consecutive calls."""
+    clock.synchronize()
+    switches, cpu = clock.preemptions(), clock.cpu()
+    start = clock.wall()
+    for _ in range(calls):
+        call()
+    clock.synchronize()
+    wall = clock.wall() - start
+    return Sample(wall / calls, (clock.cpu() - cpu) / calls, clock.preemptions() - switches)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What the samples of one candidate say.
+
+    Attributes:
+        seconds: Median wall time per call of the undisturbed samples, or of all where fewer than `MIN_CLEAN` are.
+        cpu_seconds: Median processor time per call of the same samples.
+        samples: Samples taken.
+        clean: Of these, without an involuntary context switch.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    samples: int
+    clean: int
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> "Timing":
+        """Summary of samples, at least one."""
+        clean = [sample for sample in samples if not sample.preemptions]
+        used = clean if len(clean) >= MIN_CLEAN else samples
+        return cls(
+            seconds=statistics.median(sample.wall for sample in used),
+            cpu_seconds=statistics.median(sample.cpu for sample in used),
+            samples=len(samples),
+            clean=len(clean),
+        )
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether `seconds` rests on undisturbed samples."""
+        return self.clean >= MIN_CLEAN
+
+
+class Rotation:
+    """Calls a function on the items of a pool in turn, so that none is read again before all others were.
+
+    Args:
+        function: Takes an item.
+        pool: The items, at least one.
+    """
+
+    def __init__(self, function: Callable[[int], object], pool: int) -> None:
+        self._function = function
+        self._pool = pool
+        self._next = 0
+
+    def __call__(self) -> object:
+        item, self._next = self._next, (self._next + 1) % self._pool
+        return self._function(item)
+
+
+def interleave(
+    candidates: Mapping[str, Callable[[], object]],
+    *,
+    samples: int = 30,
+    burst: float = 1e-3,
+    most_calls: int = 16,
+    seed: int = 0,
+    clock: Clock | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> dict[str, Timing]:
+    """Time candidates by turns, so that whatever else the machine does hits all of them alike.
+
+    Each round takes one sample of every candidate, in an order drawn anew. A sample is a burst of calls. Rounds go on
+    until every candidate has enough undisturbed samples, at most `MOST_ROUNDS` times as many as asked for.
+
+    Args:
+        candidates: Calls to be timed, by name.
+        samples: Undisturbed samples wanted of each.
+        burst: Seconds that a sample should last.
+        most_calls: Most calls in a sample.
+        seed: Of the orders.
+        clock: Where times come from.
+        progress: Called with 1 after each of the first `samples` rounds.
+
+    Returns:
+        Timings by name.
+    """
+    clock = clock or Clock()
+    order = random.Random(seed)
+    calls = {name: _burst_calls(call, burst, most_calls, clock) for name, call in candidates.items()}
+    taken: dict[str, list[Sample]] = {name: [] for name in candidates}
+    for done in range(MOST_ROUNDS * samples):
+        if done >= samples and all(_clean(of_one) >= samples for of_one in taken.values()):
+            break
+        names = list(candidates)
+        order.shuffle(names)
+        for name in names:
+            taken[name].append(take(candidates[name], clock, calls[name]))
+        if progress is not None and done < samples:
+            progress(1)
+    return {name: Timing.of(of_one) for name, of_one in taken.items()}
+
+
+def _burst_calls(call: Callable[[], object], burst: float, most: int, clock: Clock) -> int:
+    """Calls that fill a burst. The first call pays for compilation and tables and is not counted."""
+    call()
+    quickest = min(take(call, clock).wall for _ in range(2))
+    return max(1, min(most, round(burst / quickest) if quickest > 0 else most))
+
+
+def _clean(samples: Sequence[Sample]) -> int:
+    return sum(not sample.preemptions for sample in samples)
