@@ -4,8 +4,11 @@ import random
 import resource
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+
+import torch
 
 # Fewer undisturbed samples than this are no better a basis than all of them.
 MIN_CLEAN = 5
@@ -48,6 +51,15 @@ class Sample:
     wall: float
     cpu: float
     preemptions: int
+
+    def busy(self, alone: bool) -> float:
+        """Seconds without waiting for the CPU: processor time where one thread computes (`alone`), else wall time."""
+        return self.cpu if alone else self.wall
+
+
+def computes_alone(device: torch.device) -> bool:
+    """Whether one CPU thread does all the work, so that processor time is its time."""
+    return device.type == "cpu" and torch.get_num_threads() == 1
 
 
 def take(call: Callable[[], object], clock: Clock, calls: int = 1) -> Sample:
@@ -114,6 +126,44 @@ class Rotation:
         return self._function(item)
 
 
+def random_orders(names: Sequence[str], seed: int = 0) -> Iterator[list[str]]:
+    """The names in one random order after another, for ever."""
+    generator = random.Random(seed)
+    while True:
+        yield generator.sample(list(names), len(names))
+
+
+def in_turn(
+    steps: Mapping[str, Callable[[int], object]],
+    count: int,
+    *,
+    seed: int = 0,
+    clock: Clock | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> dict[str, list[Sample]]:
+    """Time `count` steps of several processes that go on side by side, each step of all before the next of any.
+
+    Args:
+        steps: Calls by name; each is given the number of the step.
+        count: Steps.
+        seed: Of the orders within a step.
+        clock: Where times come from.
+        progress: Called with 1 after each step of all.
+
+    Returns:
+        `count` samples by name, in the order of the steps.
+    """
+    clock = clock or Clock()
+    orders = random_orders(list(steps), seed)
+    taken: dict[str, list[Sample]] = {name: [] for name in steps}
+    for number in range(count):
+        for name in next(orders):
+            taken[name].append(take(partial(steps[name], number), clock))
+        if progress is not None:
+            progress(1)
+    return taken
+
+
 def interleave(
     candidates: Mapping[str, Callable[[], object]],
     *,
@@ -142,15 +192,13 @@ def interleave(
         Timings by name.
     """
     clock = clock or Clock()
-    order = random.Random(seed)
+    orders = random_orders(list(candidates), seed)
     calls = {name: _burst_calls(call, burst, most_calls, clock) for name, call in candidates.items()}
     taken: dict[str, list[Sample]] = {name: [] for name in candidates}
     for done in range(MOST_ROUNDS * samples):
         if done >= samples and all(_clean(of_one) >= samples for of_one in taken.values()):
             break
-        names = list(candidates)
-        order.shuffle(names)
-        for name in names:
+        for name in next(orders):
             taken[name].append(take(candidates[name], clock, calls[name]))
         if progress is not None and done < samples:
             progress(1)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from _backends import fast_backend
+from _command_line import check_threads, positive
 from _contenders import BASELINES, Result, compare, memory_needed, prepare
 from _report import (
     MEGABYTE,
@@ -45,12 +46,6 @@ SHAPES = ("1,3,3,64", "1,8,4,128")
 CONTEXTS = (1024, 4096, 16384, 65536)
 QUICK_CONTEXTS = (1024, 4096)
 POOL_MB, QUICK_POOL_MB = 128, 32
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
-    return int(text)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -97,11 +92,7 @@ def check(options: argparse.Namespace) -> tuple[list[Shape], dict[str, KVQuantCo
         check_choice("baseline", baseline, BASELINES)
     check_choice("backend", options.backend, available_backends())
     for count in options.threads:
-        if count > usable_cpus():
-            raise ValueError(
-                f"`threads` must be at most the {usable_cpus()} CPUs this process may use, got {count}: threads that "
-                "wait for each other give no speed."
-            )
+        check_threads(count)
     if options.plot:
         check_plots()
     configs = {quant: parse_quant(quant) for quant in options.quant}
