@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from _report import verdict
 from _targets import attention_target
-from _timing import Rotation, Timing
+from _timing import Rotation, Timing, shared_basis
 from _views import (
     Shape,
     dense_pool,
@@ -137,10 +137,11 @@ class Result:
         milliseconds: Time of a call.
         baseline_milliseconds: Time of the baseline's call.
         speedup: How many times faster than the baseline.
-        cpu_milliseconds: Processor time of a call.
-        baseline_cpu_milliseconds: Processor time of the baseline's call.
         gigabytes_per_s: Bytes read (codes, scales, zero points, exact tokens) over the time of a call.
-        clean: Whether both times rest on samples without an involuntary context switch.
+        basis: Kind of both times: wall time of samples without an involuntary context switch, processor time (of a
+            single thread) or wall time of all samples where one of the two has too few of these.
+        timing: All that was measured of a call.
+        baseline_timing: All that was measured of the baseline's call.
         target: What `speedup` should be at least.
         verdict: `met`, `missed` or `not measured` where there is a target.
         reason: Why a time is missing.
@@ -159,10 +160,10 @@ class Result:
     milliseconds: float | None
     baseline_milliseconds: float | None
     speedup: float | None
-    cpu_milliseconds: float | None
-    baseline_cpu_milliseconds: float | None
     gigabytes_per_s: float | None
-    clean: bool
+    basis: str | None
+    timing: Timing | None
+    baseline_timing: Timing | None
     target: float | None
     verdict: str
     reason: str | None
@@ -177,7 +178,8 @@ def compare(contest: Contest, quant: str, baseline: str, threads: int, timings: 
     """The result of a quantized cache and a baseline."""
     name, other = ours(quant, baseline), rival(quant, baseline, timings)
     mine, theirs = timings.get(name), timings.get(other)
-    speedup = theirs.seconds / mine.seconds if mine and theirs else None
+    basis, seconds = shared_basis(*(timing for timing in (mine, theirs) if timing))
+    speedup = seconds[1] / seconds[0] if mine and theirs else None
     target = attention_target(quant, str(contest.shape), contest.context, baseline)
     reasons = [f"{who}: {contest.refused[who]}" for who in (name, other) if who in contest.refused]
     return Result(
@@ -191,13 +193,13 @@ def compare(contest: Contest, quant: str, baseline: str, threads: int, timings: 
         backend=contest.backend,
         baseline=baseline,
         baseline_form=other.partition("/")[2] if baseline in _DTYPES else None,
-        milliseconds=1e3 * mine.seconds if mine else None,
-        baseline_milliseconds=1e3 * theirs.seconds if theirs else None,
+        milliseconds=1e3 * seconds[0] if mine else None,
+        baseline_milliseconds=1e3 * seconds[-1] if theirs else None,
         speedup=speedup,
-        cpu_milliseconds=1e3 * mine.cpu_seconds if mine else None,
-        baseline_cpu_milliseconds=1e3 * theirs.cpu_seconds if theirs else None,
-        gigabytes_per_s=contest.read_bytes[name] / mine.seconds / 1e9 if mine else None,
-        clean=bool(mine and theirs and mine.is_clean and theirs.is_clean),
+        gigabytes_per_s=contest.read_bytes[name] / seconds[0] / 1e9 if mine else None,
+        basis=basis if seconds else None,
+        timing=mine,
+        baseline_timing=theirs,
         target=target,
         verdict=verdict(speedup, target),
         reason="; ".join(reasons) or None,

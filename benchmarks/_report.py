@@ -4,11 +4,12 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from _timing import UNDISTURBED
 
 from kvquant_hf.eval import run_environment
 
@@ -60,6 +61,17 @@ def tally(verdicts: Sequence[str]) -> str:
 def number(value: float | None, digits: int = 2) -> str:
     """A number of a table, `-` for none."""
     return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def mark(basis: str | None) -> str:
+    """What follows a figure that rests on disturbed samples."""
+    return "" if basis in (None, UNDISTURBED) else " ~"
+
+
+def footnotes(bases: Iterable[str | None]) -> list[str]:
+    """Lines that explain the marks of a table."""
+    kinds = sorted({basis for basis in bases if basis is not None and mark(basis)})
+    return [f"~ too few samples without an involuntary context switch: {' or '.join(kinds)} of all"] if kinds else []
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

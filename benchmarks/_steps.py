@@ -10,7 +10,7 @@ from _backends import no_fallback
 from _caches import PeakMemory, feed
 from _report import verdict
 from _targets import step_target
-from _timing import Clock, Sample, Timing, computes_alone, in_turn
+from _timing import Clock, Sample, Timing, computes_alone, in_turn, shared_basis
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -31,11 +31,12 @@ class CacheSteps:
         threads: CPU threads.
         backend: Who computed attention over our packed caches; `None` for baselines.
         step_ms: Median time of a step, milliseconds.
-        cpu_step_ms: Median processor time of the same steps, milliseconds.
         tokens_per_s: Its inverse.
         slowest_step: The longest step over the median one; in processor time where that is to be had (one CPU
             thread), which does not count waiting for the CPU.
-        clean: Whether the median rests on steps without an involuntary context switch.
+        basis: What `step_ms` is: wall time of steps without an involuntary context switch; where these are too few,
+            processor time (of a single thread) or wall time of all steps.
+        timing: All medians.
         kv_bytes: What the cache holds after the steps.
         peak_bytes: Growth of memory at its highest while the cache was filled and fed its first tokens.
         steps_ms: All steps in their order, milliseconds.
@@ -48,10 +49,10 @@ class CacheSteps:
     threads: int
     backend: str | None
     step_ms: float | None = None
-    cpu_step_ms: float | None = None
     tokens_per_s: float | None = None
     slowest_step: float | None = None
-    clean: bool = False
+    basis: str | None = None
+    timing: Timing | None = None
     kv_bytes: int | None = None
     peak_bytes: int | None = None
     steps_ms: tuple[float, ...] = ()
@@ -60,7 +61,7 @@ class CacheSteps:
 
 @dataclass(frozen=True)
 class Result:
-    """One quantized cache against one baseline; fields as in `CacheSteps`.
+    """One quantized cache against one baseline, both by the same kind of time; fields as in `CacheSteps`.
 
     Attributes:
         model: Name of the model.
@@ -85,7 +86,7 @@ class Result:
     baseline_kv_bytes: int | None
     peak_bytes: int | None
     baseline_peak_bytes: int | None
-    clean: bool
+    basis: str | None
     target: float | None
     verdict: str
     reason: str | None
@@ -165,15 +166,17 @@ class Bench:
         feed(self.model, cache, self.ids[first + number : first + number + 1])
 
     def _summary(self, row: CacheSteps, cache: Cache, samples: Sequence[Sample], peak: int | None) -> CacheSteps:
-        timing = Timing.of(samples)
-        times = [sample.busy(computes_alone(self.model.device)) for sample in samples]
+        alone = computes_alone(self.model.device)
+        timing = Timing.of(samples, alone)
+        basis, (seconds,) = shared_basis(timing)
+        times = [sample.busy(alone) for sample in samples]
         return replace(
             row,
-            step_ms=1e3 * timing.seconds,
-            cpu_step_ms=1e3 * timing.cpu_seconds,
-            tokens_per_s=1 / timing.seconds,
+            step_ms=1e3 * seconds,
+            tokens_per_s=1 / seconds,
             slowest_step=max(times) / statistics.median(times),
-            clean=timing.is_clean,
+            basis=basis,
+            timing=timing,
             kv_bytes=held_bits(cache).memory_bytes,
             peak_bytes=peak,
             steps_ms=tuple(1e3 * sample.wall for sample in samples),
@@ -182,7 +185,8 @@ class Bench:
 
 def compare(model: str, mine: CacheSteps, theirs: CacheSteps) -> Result:
     """The result of a quantized cache and a baseline at one context."""
-    ratio = theirs.step_ms / mine.step_ms if mine.step_ms and theirs.step_ms else None
+    basis, seconds = shared_basis(*(row.timing for row in (mine, theirs) if row.timing))
+    ratio = seconds[1] / seconds[0] if mine.timing and theirs.timing else None
     target = step_target(model, mine.cache, mine.dtype, mine.context, theirs.cache)
     reasons = [f"{row.cache}: {row.reason}" for row in (mine, theirs) if row.reason]
     return Result(
@@ -192,15 +196,15 @@ def compare(model: str, mine: CacheSteps, theirs: CacheSteps) -> Result:
         dtype=mine.dtype,
         threads=mine.threads,
         backend=mine.backend,
-        tokens_per_s=mine.tokens_per_s,
+        tokens_per_s=1 / seconds[0] if mine.timing else None,
         baseline=theirs.cache,
-        baseline_tokens_per_s=theirs.tokens_per_s,
+        baseline_tokens_per_s=1 / seconds[-1] if theirs.timing else None,
         ratio=ratio,
         kv_bytes=mine.kv_bytes,
         baseline_kv_bytes=theirs.kv_bytes,
         peak_bytes=mine.peak_bytes,
         baseline_peak_bytes=theirs.peak_bytes,
-        clean=mine.clean and theirs.clean,
+        basis=basis if seconds else None,
         target=target,
         verdict=verdict(ratio, target),
         reason="; ".join(reasons) or None,

@@ -14,6 +14,7 @@ import torch
 MIN_CLEAN = 5
 # A disturbed sample is taken again, up to this many times the samples asked for.
 MOST_ROUNDS = 2
+UNDISTURBED = "undisturbed wall time"
 
 
 def preemptions() -> int:
@@ -76,36 +77,58 @@ def take(call: Callable[[], object], clock: Clock, calls: int = 1) -> Sample:
 
 @dataclass(frozen=True)
 class Timing:
-    """What the samples of one candidate say.
+    """What the samples of one candidate say, medians in seconds per call.
 
     Attributes:
-        seconds: Median wall time per call of the undisturbed samples, or of all where fewer than `MIN_CLEAN` are.
-        cpu_seconds: Median processor time per call of the same samples.
+        undisturbed: Wall time of the samples without an involuntary context switch, `None` where fewer than
+            `MIN_CLEAN` are.
+        wall: Wall time of all samples.
+        cpu: Processor time of all samples.
+        alone: Whether one CPU thread did all the work, so that processor time is time without waiting for the CPU.
         samples: Samples taken.
-        clean: Of these, without an involuntary context switch.
+        clean: Of these, undisturbed ones.
     """
 
-    seconds: float
-    cpu_seconds: float
+    undisturbed: float | None
+    wall: float
+    cpu: float
+    alone: bool
     samples: int
     clean: int
 
     @classmethod
-    def of(cls, samples: Sequence[Sample]) -> "Timing":
+    def of(cls, samples: Sequence[Sample], alone: bool) -> "Timing":
         """Summary of samples, at least one."""
-        clean = [sample for sample in samples if not sample.preemptions]
-        used = clean if len(clean) >= MIN_CLEAN else samples
+        clean = [sample.wall for sample in samples if not sample.preemptions]
         return cls(
-            seconds=statistics.median(sample.wall for sample in used),
-            cpu_seconds=statistics.median(sample.cpu for sample in used),
+            undisturbed=statistics.median(clean) if len(clean) >= MIN_CLEAN else None,
+            wall=statistics.median(sample.wall for sample in samples),
+            cpu=statistics.median(sample.cpu for sample in samples),
+            alone=alone,
             samples=len(samples),
             clean=len(clean),
         )
 
     @property
-    def is_clean(self) -> bool:
-        """Whether `seconds` rests on undisturbed samples."""
-        return self.clean >= MIN_CLEAN
+    def seconds(self) -> float:
+        """The best there is: undisturbed wall time, else processor time of a single thread, else wall time."""
+        return shared_basis(self)[1][0]
+
+
+def shared_basis(*timings: Timing) -> tuple[str, list[float]]:
+    """Times that may be compared: all of the kind that is the best one all of them have.
+
+    Wall time of undisturbed samples against that of disturbed ones would make any ratio.
+
+    Returns:
+        The kind, and the seconds per call of each.
+    """
+    undisturbed = [timing.undisturbed for timing in timings if timing.undisturbed is not None]
+    if len(undisturbed) == len(timings):
+        return UNDISTURBED, undisturbed
+    if all(timing.alone for timing in timings):
+        return "processor time", [timing.cpu for timing in timings]
+    return "wall time", [timing.wall for timing in timings]
 
 
 class Rotation:
@@ -167,6 +190,7 @@ def in_turn(
 def interleave(
     candidates: Mapping[str, Callable[[], object]],
     *,
+    alone: bool,
     samples: int = 30,
     burst: float = 1e-3,
     most_calls: int = 16,
@@ -181,6 +205,7 @@ def interleave(
 
     Args:
         candidates: Calls to be timed, by name.
+        alone: Whether one CPU thread does all the work.
         samples: Undisturbed samples wanted of each.
         burst: Seconds that a sample should last.
         most_calls: Most calls in a sample.
@@ -202,7 +227,7 @@ def interleave(
             taken[name].append(take(candidates[name], clock, calls[name]))
         if progress is not None and done < samples:
             progress(1)
-    return {name: Timing.of(of_one) for name, of_one in taken.items()}
+    return {name: Timing.of(of_one, alone) for name, of_one in taken.items()}
 
 
 def _burst_calls(call: Callable[[], object], burst: float, most: int, clock: Clock) -> int:

@@ -25,7 +25,9 @@ from _report import (
     check_plots,
     context_axis,
     environment,
+    footnotes,
     last_level_cache,
+    mark,
     markdown_table,
     number,
     save_plot,
@@ -119,7 +121,13 @@ def measure(options: argparse.Namespace) -> list[Result]:
             contest = prepare(shape, context, configs, options.baseline, options.backend, pool_bytes)
             for threads in options.threads:
                 torch.set_num_threads(threads)
-                timings = interleave(contest.calls, samples=options.samples, seed=options.seed, progress=bar.update)
+                timings = interleave(
+                    contest.calls,
+                    alone=threads == 1,
+                    samples=options.samples,
+                    seed=options.seed,
+                    progress=bar.update,
+                )
                 for quant, config in configs.items():
                     results += [
                         compare(contest, quant, baseline, threads, timings)
@@ -141,15 +149,14 @@ def table(results: Sequence[Result]) -> str:
             number(r.gigabytes_per_s, 1),
             r.baseline + (f" ({r.baseline_form})" if r.baseline_form else ""),
             number(r.baseline_milliseconds, 3),
-            "not available" if r.speedup is None else number(r.speedup) + ("" if r.clean else " ~"),
+            "not available" if r.speedup is None else number(r.speedup) + mark(r.basis),
             number(r.target),
             r.verdict,
         ]
         for r in results
     ]
     lines = [markdown_table(header, rows), "", tally([r.verdict for r in results])]
-    if any(r.speedup is not None and not r.clean for r in results):
-        lines.append("~ too few samples without an involuntary context switch: median of all")
+    lines += footnotes([r.basis for r in results])
     lines += [f"not available: {reason}" for reason in dict.fromkeys(r.reason for r in results if r.reason)]
     return "\n".join(lines)
 

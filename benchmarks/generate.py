@@ -25,6 +25,8 @@ from _report import (
     check_plots,
     context_axis,
     environment,
+    footnotes,
+    mark,
     markdown_table,
     number,
     save_plot,
@@ -121,7 +123,7 @@ def caches_table(steps: Sequence[CacheSteps]) -> str:
             row.dtype,
             f"{row.context:,}",
             row.cache,
-            "not available" if row.step_ms is None else number(row.step_ms, 1) + ("" if row.clean else " ~"),
+            "not available" if row.step_ms is None else number(row.step_ms, 1) + mark(row.basis),
             number(row.tokens_per_s, 1),
             number(row.slowest_step),
             number(megabytes(row.kv_bytes), 1),
@@ -140,7 +142,7 @@ def results_table(results: Sequence[Result], checks: Sequence[Check]) -> str:
     """Ratios and other figures against their targets."""
     header = ["dtype", "context", "quant", "against", "value", "target", ""]
     rows = [
-        [r.dtype, f"{r.context:,}", r.quant, r.baseline, _times(r.ratio, r.clean), _bound(r.target, ">="), r.verdict]
+        [r.dtype, f"{r.context:,}", r.quant, r.baseline, _times(r.ratio, r.basis), _bound(r.target, ">="), r.verdict]
         for r in results
     ]
     rows += [
@@ -158,8 +160,8 @@ def results_table(results: Sequence[Result], checks: Sequence[Check]) -> str:
     return markdown_table(header, rows)
 
 
-def _times(ratio: float | None, clean: bool) -> str:
-    return "not available" if ratio is None else f"{ratio:.2f} x" + ("" if clean else " ~")
+def _times(ratio: float | None, basis: str | None) -> str:
+    return "not available" if ratio is None else f"{ratio:.2f} x{mark(basis)}"
 
 
 def _bound(target: float | None, sign: str) -> str:
@@ -199,8 +201,8 @@ def show(plan: Plan, threads: int, machine: dict[str, object], findings: Finding
             f"before any token is read {cost['overhead']:.1f} us, of which flushes {cost['flush']:.1f} us"
         )
     print(tally([*(row.verdict for row in findings.results), *(row.verdict for row in findings.checks)]))
-    if not all(row.clean for row in findings.steps if row.step_ms is not None):
-        print("~ too few steps without an involuntary context switch: median of all")
+    for line in footnotes([row.basis for row in findings.steps]):
+        print(line)
     for reason in dict.fromkeys(f"{row.cache} not available: {row.reason}" for row in findings.steps if row.reason):
         print(reason)
 

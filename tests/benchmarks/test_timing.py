@@ -4,9 +4,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-from _timing import MIN_CLEAN, MOST_ROUNDS, Rotation, Sample, Timing, in_turn, interleave, take
+from _timing import MIN_CLEAN, MOST_ROUNDS, UNDISTURBED, Rotation, Sample, Timing, in_turn, shared_basis, take
+from _timing import interleave as interleave_any
 
 MS = 1e-3
+interleave = partial(interleave_any, alone=True)
 
 
 def test_every_round_has_one_burst_of_each_in_a_new_order(time: Any) -> None:
@@ -21,7 +23,7 @@ def test_every_round_has_one_burst_of_each_in_a_new_order(time: Any) -> None:
     done: list[int] = []
     timings = interleave(calls, samples=20, clock=time.clock, progress=done.append)
     assert {name: timing.seconds for name, timing in timings.items()} == pytest.approx(costs)
-    assert all(timing.samples == timing.clean == 20 and timing.is_clean for timing in timings.values())
+    assert all(timing.samples == timing.clean == 20 for timing in timings.values())
     assert done == [1] * 20
 
     rounds = log[-60:]  # what came before was calibration
@@ -48,19 +50,34 @@ def test_disturbed_samples_are_taken_again_and_left_out(time: Any) -> None:
 
     timing = interleave({"x": sometimes}, samples=12, clock=time.clock)["x"]
     assert timing.clean == 12 and timing.samples == 18
-    assert timing.seconds == timing.cpu_seconds == pytest.approx(2 * MS)
+    assert timing.seconds == timing.cpu == pytest.approx(2 * MS)
+    assert timing.wall == pytest.approx(2 * MS)
 
 
 def test_a_machine_that_never_rests_is_owned_up_to(time: Any) -> None:
-    timing = interleave({"x": partial(time.work, 2 * MS, 1 * MS)}, samples=12, clock=time.clock)["x"]
-    assert timing.samples == MOST_ROUNDS * 12 and timing.clean == 0 and not timing.is_clean
-    assert timing.seconds == pytest.approx(3 * MS) and timing.cpu_seconds == pytest.approx(2 * MS)
+    calls = {"x": partial(time.work, 2 * MS, 1 * MS)}
+    timing = interleave(calls, samples=12, clock=time.clock)["x"]
+    assert timing.samples == MOST_ROUNDS * 12 and timing.clean == 0 and timing.undisturbed is None
+    assert timing.seconds == timing.cpu == pytest.approx(2 * MS) and timing.wall == pytest.approx(3 * MS)
+    several_threads = interleave(calls, alone=False, samples=12, clock=time.clock)["x"]
+    assert several_threads.seconds == pytest.approx(3 * MS)
 
 
 def test_few_undisturbed_samples_are_no_basis() -> None:
-    fast, slow = Sample(1.0, 1.0, 0), Sample(9.0, 1.0, 2)
-    assert Timing.of([fast] * MIN_CLEAN + [slow] * 30).seconds == 1
-    assert Timing.of([fast] * (MIN_CLEAN - 1) + [slow] * 30).seconds == 9
+    fast, slow = Sample(1.0, 1.0, 0), Sample(9.0, 2.0, 2)
+    assert Timing.of([fast] * MIN_CLEAN + [slow] * 30, alone=True).seconds == 1
+    assert Timing.of([fast] * (MIN_CLEAN - 1) + [slow] * 30, alone=True).seconds == 2
+    assert Timing.of([fast] * (MIN_CLEAN - 1) + [slow] * 30, alone=False).seconds == 9
+
+
+def test_undisturbed_times_are_not_compared_with_disturbed_ones() -> None:
+    """Both take one second of work; one of them always lost the CPU for another five."""
+    for alone, basis, ratio in ((True, "processor time", 1.0), (False, "wall time", 6.0)):
+        calm = Timing.of([Sample(1.0, 1.0, 0)] * 30, alone)
+        shaken = Timing.of([Sample(6.0, 1.0, 1)] * 30, alone)
+        kind, (mine, theirs) = shared_basis(calm, shaken)
+        assert kind == basis and theirs / mine == ratio
+        assert shared_basis(calm, calm) == (UNDISTURBED, [1.0, 1.0])
 
 
 def test_steps_of_all_come_before_the_next_of_any(time: Any) -> None:
