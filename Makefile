@@ -6,7 +6,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-SOURCES := kvquant_hf scripts tests $(wildcard benchmarks)
+SOURCES := kvquant_hf scripts tests benchmarks
 
 # A machine shared with other jobs runs several OpenMP threads much slower than one.
 export OMP_NUM_THREADS ?= 1
@@ -18,7 +18,7 @@ help:
 	@echo 'make test            the whole test suite (ARGS="-k name" to select)'
 	@echo 'make check           lint, format and types'
 	@echo 'make style           mend what ruff can mend'
-	@echo 'make bench           quality scores of all presets, and benchmarks/; results as JSON in out/'
+	@echo 'make bench           quality of all presets, speed of attention and of generation; JSON and plots in out/'
 	@echo 'make test-gpu        the tests that need a CUDA device'
 	@echo 'make venv            the environment alone'
 	@echo 'make venv-baselines  adds the rival backends that scripts/score.py --baseline measures'
@@ -56,6 +56,7 @@ check: $(STAMP)
 	@$(BIN)/ruff check $(SOURCES)
 	@$(BIN)/ruff format --check $(SOURCES)
 	@$(BIN)/mypy
+	@$(BIN)/mypy benchmarks
 
 style: $(STAMP)
 	@$(BIN)/ruff check --fix $(SOURCES)
@@ -66,7 +67,10 @@ bench: $(STAMP)
 	@model=$$($(BIN)/python scripts/get_model.py smollm2-135m | tail -n 1) && test -n "$$model" && \
 	$(BIN)/python scripts/score.py --model "$$model" --text data/pride_and_prejudice_excerpt.txt --chunks 2 \
 	--all-presets --json out/score.json $(ARGS)
-	@set -e; for bench in $(wildcard benchmarks/bench_*.py); do $(BIN)/python $$bench; done
+	@$(BIN)/python benchmarks/attention.py --json out/attention.json --plot out/attention.png
+	@model=$$($(BIN)/python scripts/get_model.py smollm2-135m | tail -n 1) && test -n "$$model" && \
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python benchmarks/generate.py --model "$$model" \
+	--json out/generate.json --plot out/generate.png
 
 clean:
 	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
