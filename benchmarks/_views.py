@@ -108,10 +108,8 @@ def _copied(view: KVView) -> KVView:
     stores = [copy.copy(store) for store in (view.key_store, view.value_store)]
     for store in stores:
         store.map(torch.clone)
-    sinks, residual = (
-        None if pair is None else (pair[0].clone(), pair[1].clone()) for pair in (view.sinks, view.residual)
-    )
-    return replace(view, key_store=stores[0], value_store=stores[1], sinks=sinks, residual=residual)
+    sinks, windows = copy.deepcopy((view.sinks, view.windows))
+    return replace(view, key_store=stores[0], value_store=stores[1], sinks=sinks, windows=windows)
 
 
 def pool_size(item_bytes: int, pool_bytes: int) -> int:

@@ -179,6 +179,17 @@ static void exact_part(const Args &a, const Exact &e, int b, int h, int64_t row,
 
 // ---- blocks of codes -------------------------------------------------------------------------------------------------
 
+// The block to be read next. Its lines are asked for one by one while this block is worked on, so that reading and
+// computing overlap; all at once they would fill the processor's queue of misses.
+struct Next {
+  const char *k, *v;
+  INLINED void expect(int step, int steps) const {
+    constexpr int KSIZE = D * L * KB / 8, VSIZE = L * DV * VB / 8;
+    if (KB != 16) __builtin_prefetch(k + step * (KSIZE / steps));
+    if (VB != 16) __builtin_prefetch(v + step * (VSIZE / steps));
+  }
+};
+
 #if KB != 16
 // q · R(a + b) k = (R(-a) q) · R(b) k: the rotation of the block's start is undone on the query.
 INLINE void turn_queries(const Args &a, State &st, int64_t n, float (*x)[PAIRS + 1], float (*y)[PAIRS + 1]) {
@@ -192,7 +203,8 @@ INLINE void turn_queries(const Args &a, State &st, int64_t n, float (*x)[PAIRS +
   }
 }
 
-static __attribute__((noinline)) void score_codes(const Args &a, State &st, const uint8_t *k, int64_t meta0, int64_t n, int first) {
+static __attribute__((noinline)) void score_codes(const Args &a, State &st, const uint8_t *k, int64_t meta0, int64_t n, int first,
+                                                  const Next &next) {
   constexpr int ROW = L * KB / 8;
   alignas(64) float scale[D * NGK], zero[D * NGK], x[R][PAIRS + 1], y[R][PAIRS + 1];
   for (int i = 0; i < D * NGK; i += 16) {
@@ -224,9 +236,13 @@ static __attribute__((noinline)) void score_codes(const Args &a, State &st, cons
       channel(d, k16);
       each<R>([&](auto r) INLINED { each<WK>([&](auto i) INLINED { acc[r][i] += k16[i] * q[r][d]; }); });
     };
-    for (int d = 0; d < (ROPE ? RO : D); d++) plain(d);
+    for (int d = 0; d < (ROPE ? RO : D); d++) {
+      if (!ROPE && u == 0) next.expect(d, D);
+      plain(d);
+    }
     if constexpr (ROPE != 0) {
       for (int p = 0; p < HALF; p++) {
+        if (u == 0) next.expect(p, HALF);
         vf kx[WK], ky[WK];
         channel(RO + (ROPE == 1 ? p : 2 * p), kx);
         channel(RO + (ROPE == 1 ? p + HALF : 2 * p + 1), ky);
@@ -363,6 +379,19 @@ static __attribute__((noinline)) void sum_codes(const Args &a, State &st, const 
 }
 #endif
 
+INLINE void expect_parameters(const Args &a, int64_t kmeta, int64_t vmeta, int64_t n) {
+  if (KB != 16)
+    for (int64_t i = 0; i < D * NGK; i += 32) {
+      __builtin_prefetch(a.ks + (kmeta + n * D * NGK + i) * (a.kwide ? 4 : 2));
+      if (a.kz) __builtin_prefetch(a.kz + (kmeta + n * D * NGK + i) * (a.kwide ? 4 : 2));
+    }
+  if (VB != 16)
+    for (int64_t i = 0; i < L * NGV; i += 32) {
+      __builtin_prefetch(a.vs + (vmeta + n * L * NGV + i) * (a.vwide ? 4 : 2));
+      if (a.vz) __builtin_prefetch(a.vz + (vmeta + n * L * NGV + i) * (a.vwide ? 4 : 2));
+    }
+}
+
 static void block_part(const Args &a, int b, int h, int64_t row, int64_t n0, int64_t n1, State &st) {
   constexpr int KSIZE = KB == 16 ? size_of(KIND) : 1, VSIZE = VB == 16 ? size_of(KIND) : 1;
   const char *k = a.kc + (b * a.kcb + h * a.kch) * KSIZE, *v = a.vc + (b * a.vcb + h * a.vch) * VSIZE;
@@ -372,7 +401,11 @@ static void block_part(const Args &a, int b, int h, int64_t row, int64_t n0, int
 #if KB == 16
     score_exact(st, k + n * L * D * KSIZE, D, blocks * L);
 #else
-    for (int j = 0; j < blocks; j++) score_codes(a, st, (const uint8_t *)k, kmeta, n + j, j * L);
+    for (int j = 0; j < blocks; j++) {
+      int64_t next = n + j + 1 < n1 ? n + j + 1 : n;
+      expect_parameters(a, kmeta, vmeta, next);
+      score_codes(a, st, (const uint8_t *)k, kmeta, n + j, j * L, {k + next * D * L * KB / 8, v + next * L * DV * VB / 8});
+    }
 #endif
     if (a.mask) add_mask(a, st, b, h, row, a.first + n * L, blocks * L);
     soften(st, blocks * L);
