@@ -144,21 +144,34 @@ class QuantLayer(CacheLayerMixin):
         tokens = key_states.shape[2]
         held = keys.length
         waiting = held + tokens
-        if waiting >= self._overflow or waiting > keys.buffer.shape[2] or key_states.device != self.device:
+        if waiting > self._overflow or waiting > keys.buffer.shape[2] or key_states.device != self.device:
             return False
-        if tokens == 1:
-            if self._appender is None or self._appender.keys is not keys.buffer:
-                self._appender = ops.appender(keys.buffer, values.buffer)
-            if self._appender is not None and self._appender.append(key_states, value_states, held):
-                keys.length = values.length = waiting
-                self._length = length + 1
-                self._epoch[0] += 1
-                return True
-        keys.append(key_states)
-        values.append(value_states)
-        self._length += tokens
+        if not (tokens == 1 and self._append_one(key_states, value_states)):
+            for window, states in zip(self._residual, (key_states, value_states), strict=True):
+                cast(torch.Tensor, window.buffer).narrow(2, held, tokens).copy_(states)
+        if waiting == self._overflow:
+            self._flush_window(waiting)
+        else:
+            keys.length = values.length = waiting
+        self._length = length + tokens
         self._epoch[0] += 1
         return True
+
+    def _append_one(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
+        """Copy one token behind those of the residual window, if compiled code can."""
+        keys, values = self._residual
+        if self._appender is None or self._appender.keys is not keys.buffer:
+            self._appender = ops.appender(cast(torch.Tensor, keys.buffer), cast(torch.Tensor, values.buffer))
+        return self._appender is not None and self._appender.append(key_states, value_states, keys.length)
+
+    def _flush_window(self, waiting: int) -> None:
+        """Quantize the oldest block of the residual window, whose buffers hold `waiting` tokens."""
+        buffers = [cast(torch.Tensor, window.buffer)[:, :, :waiting] for window in self._residual]
+        with torch.inference_mode(False), torch.no_grad():
+            self._flush(buffers[0], buffers[1], 1)
+            for window in self._residual:
+                window.length = waiting
+                window.drop_front(self.config.block_length)
 
     def _check_states(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         tokens = key_states.shape[2] if key_states.ndim == 4 else -1
