@@ -167,7 +167,8 @@ def measure(plan: Plan, dtype: str) -> Findings:
     ours = {quant: partial(QuantCache, model, config) for quant, config in plan.configs.items()}
     ids = text_ids(plan, max(*plan.contexts, plan.prompt) + WARM_UP + plan.steps)
     bench = Bench(model, ids, dtype, plan.backend, plan.steps, plan.seed, clock)
-    fed = max(plan.contexts) if plan.fill == "copy" else sum(plan.contexts) * (len(ours) + len(others))
+    each = min(plan.contexts) + sum(plan.contexts)  # the shortest is filled once more to warm up
+    fed = max(plan.contexts) if plan.fill == "copy" else each * (len(ours) + len(others))
     total = fed + plan.steps * len(plan.contexts) + plan.prompt * (1 + len(ours))
     with tqdm(total=total, desc=f"{plan.name}, {dtype}", unit="tok", disable=None) as bar:
         steps = _decode(plan, bench, ours, others, bar.update)
@@ -214,6 +215,8 @@ def _decode(
             **ours,
             **{name: partial(make, length) for name, make in others.items()},
         }
+        if not rows:
+            bench.warm_up(makers, fill, context)
         rows += bench.time_steps(makers, fill, context, ours, progress)
     return rows
 

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -113,6 +114,12 @@ class Bench:
     steps: int
     seed: int
     clock: Clock
+
+    def warm_up(self, makers: Mapping[str, Callable[[], Cache]], fill: Callable[[Cache], None], context: int) -> None:
+        """Fill a cache of each kind and forget it: compilation and tables are not part of anybody's peak memory."""
+        for make in makers.values():
+            with suppress(Exception):  # `time_steps` meets it again and reports it
+                self._filled(make, fill, context)
 
     def time_steps(
         self,

@@ -185,7 +185,7 @@ def draw(results: Sequence[Result], figure: Any, panels: Any) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
-        machine = environment()
+        machine = {**environment(), "threads": options.threads}
         results = measure(options)
     except (ValueError, RuntimeError, ImportError, OSError) as error:
         print(f"attention.py: {error}", file=sys.stderr)
