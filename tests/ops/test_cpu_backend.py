@@ -1,5 +1,6 @@
 """The compiled CPU backend: compiling, choosing, refusing. Its numbers are checked in `test_decode_attention.py`."""
 
+import platform
 import subprocess
 import sys
 import warnings
@@ -8,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvquant_hf.config import QuantSpec
 from kvquant_hf.ops import cpu, decode_attention, notice, reference
 from kvquant_hf.ops.cpu import build, encoding
-from tests.ops.test_decode_attention import filled_layer
+from kvquant_hf.rope import KeyRotation
+from tests.ops.test_decode_attention import check, filled_layer
 
 ROOT = Path(__file__).parents[2]
 QUERY = torch.randn(2, 4, 1, 32)
@@ -147,3 +150,55 @@ def test_scales_in_float32_are_read():
         rtol=1e-4,
         atol=1e-2,
     )
+
+
+SMALLER_MACHINES = {
+    "no-avx512": ("-mno-avx512f",),
+    "avx512-without-dot-products": ("-mno-avx512vnni",),
+    "neither": ("-mno-avx512f", "-mno-avx2", "-mno-f16c"),
+}
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="flags of x86 compilers")
+@pytest.mark.parametrize("flags", SMALLER_MACHINES.values(), ids=SMALLER_MACHINES)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"key": {"nbits": 4}, "value": {"nbits": 4}},
+        {"key": {"nbits": 2}, "value": {"nbits": 3, "rotation": "hadamard"}, "dtype": torch.bfloat16},
+        {"key": {"nbits": 3, "symmetric": True}, "value": {"nbits": 8, "group_size": 16}, "head_dim": 48},
+        {"key": {"nbits": 16}, "value": {"nbits": 2, "group_size": 64}, "head_dim": 96, "dtype": torch.float16},
+    ],
+    ids=["k4v4", "k2v3", "k3v8", "k16v2"],
+)
+def test_code_for_smaller_machines_is_right(flags, settings, monkeypatch):
+    """What a processor without the newest instructions would run, as far as this one can run it."""
+    monkeypatch.setattr(build, "_NATIVE", (*build._NATIVE, *flags))
+    cpu.kernel._function.cache_clear()
+    encoding._library_or_error.cache_clear()
+    try:
+        head_dim = settings.get("head_dim", 64)
+        rotation = KeyRotation(1 / 100 ** (torch.arange(head_dim // 2) / (head_dim // 2)), head_dim)
+        layer = filled_layer(205, rotation=rotation, **({"head_dim": head_dim} | settings))
+        assert layer.quantized_length
+        mask = torch.rand(2, 1, 2, 205) > 0.3
+        check(layer, 6, 2, mask)
+        check(layer, 2, 1, None)
+    finally:
+        cpu.kernel._function.cache_clear()
+        encoding._library_or_error.cache_clear()
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="flags of x86 compilers")
+def test_blocks_encoded_on_smaller_machines_are_the_same(monkeypatch):
+    spec = QuantSpec(4, "per_channel", rope="post")
+    states = torch.randn(2, 2, 64, 48)
+    want = cpu.encode(spec, states, 32)
+    monkeypatch.setattr(build, "_NATIVE", (*build._NATIVE, *SMALLER_MACHINES["neither"]))
+    encoding._library_or_error.cache_clear()
+    try:
+        got = cpu.encode(spec, states, 32)
+    finally:
+        encoding._library_or_error.cache_clear()
+    for name in ("codes", "scale", "zero_point"):
+        assert torch.equal(getattr(got, name), getattr(want, name))
