@@ -7,6 +7,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.lazy import lazy_pair
+from kvquant_hf.ops import block_layouts
 from kvquant_hf.padding import fill_row_sinks, without_padding
 from kvquant_hf.rope import KeyRotation
 from kvquant_hf.storage import BlockStore, ExactTokens, TensorMap
@@ -65,9 +66,17 @@ class QuantLayer(CacheLayerMixin):
                     f"{list(states.shape)} of {states.dtype}."
                 )
         length = self.config.block_length
+        layouts = block_layouts(
+            self.config.backend,
+            (self.config.key, self.config.value),
+            length,
+            (key_states.shape[3], value_states.shape[3]),
+            self.rotation,
+            key_states.device,
+        )
         self._stores = (
-            BlockStore(self.config.key, length, key_states.shape[3], key_states.dtype),
-            BlockStore(self.config.value, length, value_states.shape[3], value_states.dtype),
+            BlockStore(self.config.key, length, key_states.shape[3], key_states.dtype, layouts[0]),
+            BlockStore(self.config.value, length, value_states.shape[3], value_states.dtype, layouts[1]),
         )
         if self.rotation is not None:
             if self.rotation.head_dim != key_states.shape[3]:
@@ -419,7 +428,7 @@ class QuantLayer(CacheLayerMixin):
     def _tensors(self) -> list[torch.Tensor]:
         found: list[torch.Tensor | None] = [window.buffer for window in self._residual]
         for store in self._stores or ():
-            found += [store.codes, store.scale, store.zero_point]
+            found += store.tensors()
         for pair in (self._sinks, self._row_sinks):
             found += pair or ()
         found.append(self._padding)

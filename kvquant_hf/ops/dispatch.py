@@ -6,20 +6,56 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvquant_hf.ops import cpu, reference
+from kvquant_hf.config import QuantSpec
+from kvquant_hf.ops import cpu, reference, triton
+from kvquant_hf.rope import KeyRotation
 
 if TYPE_CHECKING:
+    from kvquant_hf.storage import BlockLayout
     from kvquant_hf.view import KVView
 
 Backend = Callable[[torch.Tensor, "KVView", torch.Tensor | None, float], torch.Tensor]
 
-_BACKENDS: dict[str, Backend] = {"torch": reference.decode_attention, "cpu": cpu.decode_attention}
+_BACKENDS: dict[str, Backend] = {
+    "torch": reference.decode_attention,
+    "cpu": cpu.decode_attention,
+    "triton": triton.decode_attention,
+}
 _told: set[str] = set()
 
 
 def available_backends() -> tuple[str, ...]:
     """Names of the backends that can compute fused attention in this installation."""
-    return tuple(_BACKENDS)
+    usable = triton.is_interpreted() or triton.has_driver()
+    return tuple(name for name in _BACKENDS if usable or name != "triton")
+
+
+def block_layouts(
+    backend: str,
+    specs: tuple[QuantSpec, QuantSpec],
+    block_length: int,
+    head_dims: tuple[int, int],
+    rotation: KeyRotation | None,
+    device: torch.device,
+) -> tuple["BlockLayout | None", "BlockLayout | None"]:
+    """Layouts of the blocks of keys and of values for whoever will read them on a device.
+
+    Args:
+        backend: Configured backend.
+        specs: How keys and values are stored.
+        block_length: Tokens in a block.
+        head_dims: Sizes of a key and of a value.
+        rotation: The rotary embedding that is undone before keys are stored.
+        device: Where the tensors live.
+
+    Returns:
+        Layouts for `BlockStore`, `None` for the common one.
+    """
+    if backend == "triton" or (
+        backend == "auto" and device.type != "cpu" and triton.why_unavailable(device) is None
+    ):
+        return triton.word_layouts(specs, block_length, head_dims, rotation)
+    return None, None
 
 
 def _tell_once(message: str) -> None:
@@ -40,6 +76,15 @@ def _automatic(query: torch.Tensor, view: "KVView", mask: torch.Tensor | None, s
                 return cpu.decode_attention(query, view, mask, scale)
             except cpu.BuildError as error:
                 _tell_once(f"The CPU kernel could not be compiled, the slower torch backend is used: {error}")
+    elif view.device.type == "cuda" and not differentiable:
+        reason = triton.why_unavailable(view.device)
+        if reason is not None:
+            _tell_once(f"The GPU kernels cannot run, the slower torch backend is used: {reason}.")
+        else:
+            reason = triton.unsupported(view)
+            if reason is None:
+                return triton.decode_attention(query, view, mask, scale)
+            _tell_once(f"The GPU kernels do not read {reason}; the slower torch backend does.")
     return reference.decode_attention(query, view, mask, scale)
 
 
@@ -84,8 +129,9 @@ def decode_attention(
     scale = head_dim**-0.5 if scale is None else scale
     if view.backend in ("auto", "dense"):
         return _automatic(query, view, mask, scale)
-    if view.backend not in _BACKENDS:
+    if view.backend not in available_backends():
+        why = f" {triton.why_unavailable(view.device)}." if view.backend == "triton" else ""
         raise ValueError(
-            f"`backend` must be one of {available_backends()} in this installation, got {view.backend!r}."
+            f"`backend` must be one of {available_backends()} in this installation, got {view.backend!r}.{why}"
         )
     return _BACKENDS[view.backend](query, view, mask, scale)
