@@ -67,31 +67,51 @@ def dequantize(
 
 
 @triton.jit
+def spread(found, BN: tl.constexpr, DWP: tl.constexpr, PLANES: tl.constexpr, GROUPS: tl.constexpr):
+    """Parameters of groups `[GROUPS, DWP, PLANES]` to each of the tile's tokens, `[BN, DWP, PLANES]`."""
+    wide = tl.broadcast_to(found[:, None, :, :], [GROUPS, BN // GROUPS, DWP, PLANES])
+    return tl.reshape(wide, [BN, DWP, PLANES])
+
+
+@triton.jit
 def key_parameters(
     ptr,
     first_token,
     num_tokens,
-    FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
-    PART: tl.constexpr,
     D: tl.constexpr,
     DW: tl.constexpr,
     DWP: tl.constexpr,
+    PLANES: tl.constexpr,
     BN: tl.constexpr,
     GROUP: tl.constexpr,
     SYMMETRIC: tl.constexpr,
 ):
-    """Scales (`PART` 0) or zero points (1) of `COUNT` planes of keys, pairs `[BN, DWP, COUNT]`."""
-    SPAN: tl.constexpr = GROUP if GROUP < BN else BN
+    """Scales and zero points of a tile of keys, pairs `[BN, DWP, PLANES]` each."""
+    GROUPS: tl.constexpr = BN // GROUP if GROUP < BN else 1
     ROW: tl.constexpr = D // 2 if SYMMETRIC else D
-    group = first_token // GROUP + tl.arange(0, BN // SPAN)
-    word = tl.arange(0, DWP)
-    column = PART * (D // 2) + (FIRST + tl.arange(0, COUNT))[None, :] * DW + word[:, None]
-    live = (group[:, None, None] * GROUP < num_tokens) & (word[None, :, None] < DW)
-    found = tl.load(ptr + group[:, None, None] * ROW + column[None, :, :], mask=live, other=0)
-    return tl.reshape(
-        tl.broadcast_to(found[:, None, :, :], [BN // SPAN, SPAN, DWP, COUNT]), [BN, DWP, COUNT]
-    )
+    group = first_token // GROUP + tl.arange(0, GROUPS)
+    if DWP == DW:
+        # One wide load; its pieces are told apart in registers.
+        word = tl.arange(0, ROW)
+        found = tl.load(
+            ptr + group[:, None] * ROW + word[None, :], mask=group[:, None] * GROUP < num_tokens, other=0
+        )
+        if SYMMETRIC:
+            scale = tl.permute(tl.reshape(found, [GROUPS, PLANES, DW]), [0, 2, 1])
+            zero = scale
+        else:
+            found = tl.permute(tl.reshape(found, [GROUPS, 2, PLANES, DW]), [0, 3, 2, 1])
+            scale, zero = tl.split(found)
+    else:
+        word = tl.arange(0, DWP)[None, :, None]
+        column = tl.arange(0, PLANES)[None, None, :] * DW + word
+        live = (group[:, None, None] * GROUP < num_tokens) & (word < DW)
+        scale = tl.load(ptr + group[:, None, None] * ROW + column, mask=live, other=0)
+        if SYMMETRIC:
+            zero = scale
+        else:
+            zero = tl.load(ptr + group[:, None, None] * ROW + D // 2 + column, mask=live, other=0)
+    return spread(scale, BN, DWP, PLANES, GROUPS), spread(zero, BN, DWP, PLANES, GROUPS)
 
 
 @triton.jit
@@ -114,27 +134,18 @@ def load_keys(
     ASM: tl.constexpr,
 ):
     """Both halves of a tile of keys, float16 `[BN, DWP · planes]` each, turned by their offset in the tile."""
-    COUNT: tl.constexpr = 8 // (2 if NBITS == 3 else NBITS)
+    COUNT: tl.constexpr = 16 // (2 if NBITS == 3 else NBITS)
     words, tops = load_words(codes, first_token + tl.arange(0, BN), num_tokens, NBITS, DW, DWP, ROW)
-    first = planes(words, tops, 0, COUNT, 1, NBITS, ASM)
-    second = planes(words, tops, COUNT, COUNT, 1, NBITS, ASM)
-    scale = key_parameters(metadata, first_token, num_tokens, 0, COUNT, 0, D, DW, DWP, BN, GROUP, SYMMETRIC)
-    scale2 = key_parameters(metadata, first_token, num_tokens, COUNT, COUNT, 0, D, DW, DWP, BN, GROUP, SYMMETRIC)
-    if SYMMETRIC:
-        first = dequantize(first, scale, scale, NBITS, SYMMETRIC, ASM)
-        second = dequantize(second, scale2, scale2, NBITS, SYMMETRIC, ASM)
-    else:
-        zero = key_parameters(metadata, first_token, num_tokens, 0, COUNT, 1, D, DW, DWP, BN, GROUP, SYMMETRIC)
-        zero2 = key_parameters(metadata, first_token, num_tokens, COUNT, COUNT, 1, D, DW, DWP, BN, GROUP, SYMMETRIC)
-        first = dequantize(first, scale, zero, NBITS, SYMMETRIC, ASM)
-        second = dequantize(second, scale2, zero2, NBITS, SYMMETRIC, ASM)
+    scale, zero = key_parameters(metadata, first_token, num_tokens, D, DW, DWP, COUNT, BN, GROUP, SYMMETRIC)
+    x = dequantize(planes(words, tops, 0, COUNT, 1, NBITS, ASM), scale, zero, NBITS, SYMMETRIC, ASM)
+    first, second = tl.split(tl.permute(tl.reshape(x, [BN, DWP, 2, COUNT // 2]), [0, 1, 3, 2]))
     if ROTARY:
         turned = fms2(first, cosines, second, sines, ASM)
         second = fma2(second, cosines, mul2(first, sines, ASM), ASM)
         first = turned
-    first = tl.reshape(first, [BN, DWP * COUNT])
-    second = tl.reshape(second, [BN, DWP * COUNT])
-    return halves(first), halves(second)
+    first = tl.reshape(first, [BN, DWP * COUNT // 2])
+    second = tl.reshape(second, [BN, DWP * COUNT // 2])
+    return halves(first, ASM), halves(second, ASM)
 
 
 @triton.jit
@@ -158,32 +169,33 @@ def load_values(
     NG: tl.constexpr = (D + GROUP - 1) // GROUP
     token = first_token + tl.arange(0, BN)
     words, tops = load_words(codes, token, num_tokens, NBITS, DW, DWP, ROW)
-    rows = metadata + token[:, None, None] * NG
-    live = token[:, None, None] < num_tokens
-    plane = tl.arange(0, COUNT)[None, None, :]
+    live = token < num_tokens
     # Parameters are loaded once per group where groups and planes fit each other, else once per word and plane.
-    if NG == 1:
-        found = tl.load(rows, mask=live, other=0)
-    elif DWP == DW and GROUP % (2 * DW) == 0:
-        PER_GROUP: tl.constexpr = GROUP // (2 * DW)
-        group = tl.arange(0, COUNT // PER_GROUP)[None, None, :]
-        found = tl.load(rows + group, mask=live, other=0)
-        found = tl.broadcast_to(found[:, :, :, None], [BN, 1, COUNT // PER_GROUP, PER_GROUP])
-        found = tl.reshape(found, [BN, 1, COUNT])
-    elif DWP == DW and 2 * DW % GROUP == 0:
-        PER_PLANE: tl.constexpr = 2 * DW // GROUP
-        group = plane * PER_PLANE + tl.arange(0, PER_PLANE)[None, :, None]
-        found = tl.load(rows + group, mask=live, other=0)
-        found = tl.broadcast_to(found[:, :, None, :], [BN, PER_PLANE, GROUP // 2, COUNT])
-        found = tl.reshape(found, [BN, DW, COUNT])
+    if DWP == DW:
+        found = tl.load(
+            metadata + token[:, None] * NG + tl.arange(0, NG)[None, :], mask=live[:, None], other=0
+        )
+        if GROUP >= D:
+            found = tl.reshape(found, [BN, 1, 1])
+        elif GROUP % (2 * DW) == 0:
+            PER_GROUP: tl.constexpr = GROUP // (2 * DW)
+            found = tl.broadcast_to(found[:, :, None], [BN, NG, PER_GROUP])
+            found = tl.reshape(found, [BN, 1, COUNT])
+        else:
+            PER_PLANE: tl.constexpr = 2 * DW // GROUP
+            found = tl.permute(tl.reshape(found, [BN, COUNT, PER_PLANE]), [0, 2, 1])
+            found = tl.broadcast_to(found[:, :, None, :], [BN, PER_PLANE, GROUP // 2, COUNT])
+            found = tl.reshape(found, [BN, DW, COUNT])
     else:
         word = tl.arange(0, DWP)[None, :, None]
-        group = 2 * (plane * DW + word) // GROUP
-        found = tl.load(rows + group, mask=live & (word < DW), other=0)
+        group = 2 * (tl.arange(0, COUNT)[None, None, :] * DW + word) // GROUP
+        found = tl.load(
+            metadata + token[:, None, None] * NG + group, mask=live[:, None, None] & (word < DW), other=0
+        )
     x = planes(words, tops, 0, COUNT, 1, NBITS, ASM)
     if SYMMETRIC:
         scale = doubled_low(found.to(tl.int16, bitcast=True).to(tl.int32), ASM)
         x = dequantize(x, scale, scale, NBITS, SYMMETRIC, ASM)
     else:
         x = dequantize(x, doubled_low(found, ASM), doubled_high(found, ASM), NBITS, SYMMETRIC, ASM)
-    return halves(tl.reshape(x, [BN, DWP * COUNT]))
+    return halves(tl.reshape(x, [BN, DWP * COUNT]), ASM)

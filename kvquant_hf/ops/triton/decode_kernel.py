@@ -151,10 +151,9 @@ def packed_segment(
         half_q2 = q2.to(tl.float16)
         if ROTARY:
             # Cosines and sines of the offsets in a tile, pairs of float16, the same for every tile.
-            entry = tl.arange(0, BN)[:, None, None] * (2 * KWP * PLANES)
-            entry = entry + tl.arange(0, KWP)[None, :, None] * PLANES + tl.arange(0, PLANES)[None, None, :]
-            cosines = tl.load(offset_table + entry)
-            sines = tl.load(offset_table + entry + KWP * PLANES)
+            entry = tl.arange(0, BN)[:, None] * COLUMNS + tl.arange(0, KWP * PLANES)[None, :]
+            cosines = tl.reshape(tl.load(offset_table + entry), [BN, KWP, PLANES])
+            sines = tl.reshape(tl.load(offset_table + KWP * PLANES + entry), [BN, KWP, PLANES])
         else:
             cosines = 0
             sines = 0

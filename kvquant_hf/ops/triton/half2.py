@@ -156,6 +156,12 @@ def planes(
 
 
 @triton.jit
-def halves(x):
-    """Pairs `[N, C]` as float16 `[N, 2·C]`."""
-    return tl.reshape(tl.join(low(x), high(x)), [x.shape[0], 2 * x.shape[1]])
+def halves(x, ASM: tl.constexpr):
+    """Pairs `[N, C]` as float16 `[N, 2·C]`, ready for a matrix product."""
+    flat = tl.reshape(tl.join(low(x), high(x)), [x.shape[0], 2 * x.shape[1]])
+    if ASM:
+        # Where an operand comes from a join, Triton 3.6 takes it for 8-bit data and gives up ldmatrix for it. A move
+        # that claims an effect ends its search; the assembler drops it.
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [flat], dtype=tl.float16, is_pure=False, pack=2)
+    else:
+        return flat
