@@ -8,7 +8,7 @@ unpacked tile are ordered (word, plane, half), see `place_of_column`. Groups and
 import triton
 import triton.language as tl
 
-from kvquant_hf.ops.triton.half2 import doubled_high, doubled_low, fma2, fms2, halves, minus, mul2, planes
+from kvquant_hf.ops.triton.half2 import doubled_high, doubled_low, fma2, fms2, halves, mul2, planes
 
 
 @triton.jit
@@ -51,19 +51,6 @@ def load_words(
         return words, tops >> (word // TOPS)[None, :]
     else:
         return words, words
-
-
-@triton.jit
-def dequantize(
-    x, scale, zero_point, NBITS: tl.constexpr, SYMMETRIC: tl.constexpr, ASM: tl.constexpr
-):
-    """Pairs of values of pairs `2**NBITS + code`: exact code, then one multiply-add in float16."""
-    ONE: tl.constexpr = (15 + NBITS) * 1024
-    if SYMMETRIC:
-        # 2**NBITS and the code that stands for zero go in one subtraction.
-        return mul2(minus(x, 1.5 * 2**NBITS, ONE + 512, ASM), scale, ASM)
-    else:
-        return fma2(minus(x, 1.0 * 2**NBITS, ONE, ASM), scale, zero_point, ASM)
 
 
 @triton.jit
@@ -137,7 +124,8 @@ def load_keys(
     COUNT: tl.constexpr = 16 // (2 if NBITS == 3 else NBITS)
     words, tops = load_words(codes, first_token + tl.arange(0, BN), num_tokens, NBITS, DW, DWP, ROW)
     scale, zero = key_parameters(metadata, first_token, num_tokens, D, DW, DWP, COUNT, BN, GROUP, SYMMETRIC)
-    x = dequantize(planes(words, tops, 0, COUNT, 1, NBITS, ASM), scale, zero, NBITS, SYMMETRIC, ASM)
+    x = planes(words, tops, 0, COUNT, 1, NBITS, SYMMETRIC, ASM)
+    x = mul2(x, scale, ASM) if SYMMETRIC else fma2(x, scale, zero, ASM)
     first, second = tl.split(tl.permute(tl.reshape(x, [BN, DWP, 2, COUNT // 2]), [0, 1, 3, 2]))
     if ROTARY:
         turned = fms2(first, cosines, second, sines, ASM)
@@ -192,10 +180,9 @@ def load_values(
         found = tl.load(
             metadata + token[:, None, None] * NG + group, mask=live[:, None, None] & (word < DW), other=0
         )
-    x = planes(words, tops, 0, COUNT, 1, NBITS, ASM)
+    x = planes(words, tops, 0, COUNT, 1, NBITS, SYMMETRIC, ASM)
     if SYMMETRIC:
-        scale = doubled_low(found.to(tl.int16, bitcast=True).to(tl.int32), ASM)
-        x = dequantize(x, scale, scale, NBITS, SYMMETRIC, ASM)
+        x = mul2(x, doubled_low(found.to(tl.int16, bitcast=True).to(tl.int32), ASM), ASM)
     else:
-        x = dequantize(x, doubled_low(found, ASM), doubled_high(found, ASM), NBITS, SYMMETRIC, ASM)
+        x = fma2(x, doubled_low(found, ASM), doubled_high(found, ASM), ASM)
     return halves(tl.reshape(x, [BN, DWP * COUNT]), ASM)

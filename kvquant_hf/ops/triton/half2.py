@@ -123,35 +123,49 @@ def shifted(x, LEFT: tl.constexpr):
 
 
 @triton.jit
-def plane(w, tops, PLANE: tl.constexpr, NBITS: tl.constexpr, ASM: tl.constexpr):
-    """Pairs `2**NBITS + code` of one plane of words.
+def plane(w, tops, PLANE: tl.constexpr, NBITS: tl.constexpr, SYMMETRIC: tl.constexpr, ASM: tl.constexpr):
+    """Codes of one plane of words as pairs of float16, less the one that stands for zero where they are symmetric.
 
-    A code put into the top bits of the mantissa of a float16 with exponent `NBITS` makes exactly this number; no
-    conversion from integers is needed. For 3 bits `tops` holds the top bit of the code at bit `2 · PLANE`.
+    A code that lies at bit `P` of the mantissa of a float16 with exponent `10 - P` makes `2**(10 - P) + code`, and
+    taking that power away is exact. Planes whose codes lie within the 10 bits of a mantissa need no shift, the others
+    share one; nothing is converted from integers. For 3 bits `tops` holds the top bit of the code at bit `2 · PLANE`.
     """
     ONES: tl.constexpr = 0x10001
-    EXPONENT: tl.constexpr = (15 + NBITS) * 1024 * ONES
+    WIDTH: tl.constexpr = 2 if NBITS == 3 else NBITS
+    PER_SHIFT: tl.constexpr = (10 - NBITS) // WIDTH + 1
+    SHIFT: tl.constexpr = PLANE // PER_SHIFT * PER_SHIFT * WIDTH
+    BIT: tl.constexpr = PLANE * WIDTH - SHIFT
+    EXPONENT: tl.constexpr = (25 - BIT) * 1024
+    MASK: tl.constexpr = ((1 << WIDTH) - 1) * (1 << BIT)
+    x = and_or(shifted(w, -SHIFT), MASK * ONES, EXPONENT * ONES, ASM)
     if NBITS == 3:
-        x = and_or(shifted(w, 7 - 2 * PLANE), 0x180 * ONES, EXPONENT, ASM)
-        return and_or(shifted(tops, 9 - 2 * PLANE), 0x200 * ONES, x, ASM)
+        x = and_or(shifted(tops, 2 - SHIFT), (1 << (BIT + 2)) * ONES, x, ASM)
+    if SYMMETRIC:
+        return minus(x, 2.0 ** (10 - BIT) + 2 ** (NBITS - 1), EXPONENT + (1 << (NBITS - 1 + BIT)), ASM)
     else:
-        MASK: tl.constexpr = ((1 << NBITS) - 1) * (1 << (10 - NBITS)) * ONES
-        return and_or(shifted(w, 10 - NBITS - NBITS * PLANE), MASK, EXPONENT, ASM)
+        return minus(x, 2.0 ** (10 - BIT), EXPONENT, ASM)
 
 
 @triton.jit
 def planes(
-    w, tops, FIRST: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr, NBITS: tl.constexpr, ASM: tl.constexpr
+    w,
+    tops,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    STEP: tl.constexpr,
+    NBITS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    """`COUNT` planes of words `[N, W]`, every `STEP`-th from `FIRST`: pairs `[N, W, COUNT]` as `plane` makes them."""
+    """`COUNT` planes of words `[N, W]`, every `STEP`-th from `FIRST`: pairs `[N, W, COUNT]`."""
     if COUNT == 1:
-        return plane(w, tops, FIRST, NBITS, ASM)[:, :, None]
+        return plane(w, tops, FIRST, NBITS, SYMMETRIC, ASM)[:, :, None]
     elif COUNT == 2:
-        return tl.join(plane(w, tops, FIRST, NBITS, ASM), plane(w, tops, FIRST + STEP, NBITS, ASM))
+        return tl.join(plane(w, tops, FIRST, NBITS, SYMMETRIC, ASM), plane(w, tops, FIRST + STEP, NBITS, SYMMETRIC, ASM))
     else:
         # The last axis of a join comes from its two arguments: even planes, then odd ones.
-        even = planes(w, tops, FIRST, COUNT // 2, 2 * STEP, NBITS, ASM)
-        odd = planes(w, tops, FIRST + STEP, COUNT // 2, 2 * STEP, NBITS, ASM)
+        even = planes(w, tops, FIRST, COUNT // 2, 2 * STEP, NBITS, SYMMETRIC, ASM)
+        odd = planes(w, tops, FIRST + STEP, COUNT // 2, 2 * STEP, NBITS, SYMMETRIC, ASM)
         return tl.reshape(tl.join(even, odd), [w.shape[0], w.shape[1], COUNT])
 
 
