@@ -7,7 +7,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.lazy import lazy_pair
-from kvquant_hf.ops import block_layouts
+from kvquant_hf.ops import block_layouts, encode_blocks
 from kvquant_hf.padding import fill_row_sinks, without_padding
 from kvquant_hf.rope import KeyRotation
 from kvquant_hf.storage import BlockStore, ExactTokens, TensorMap
@@ -224,11 +224,15 @@ class QuantLayer(CacheLayerMixin):
         blocks = states.reshape(batch_size, heads, -1, self.config.block_length, head_dim)
         if not store.spec.is_quantized:
             return store.encode(blocks)
+        has_pads = self._padding is not None and slot < int(self._padding.max()) + self._num_sink_slots
+        fused = None if has_pads else encode_blocks(store, states, slot, rotation)
+        if fused is not None:
+            return fused
         blocks = blocks.float()
         if rotation is not None:
             cos, sin = rotation.block_tables(slot, blocks.shape[2], self.config.block_length, blocks.device)
             blocks = rotation.apply(blocks, cos, sin, inverse=True)
-        if self._padding is None or slot >= int(self._padding.max()) + self._num_sink_slots:
+        if self._padding is None or not has_pads:
             return store.encode(blocks)
         return store.encode(blocks, without_padding(blocks, slot, self._padding, self._num_sink_slots))
 

@@ -1,5 +1,5 @@
 """Attention over packed keys and values. Knows tensors and views, nothing of Transformers."""
 
-from kvquant_hf.ops.dispatch import available_backends, block_layouts, decode_attention
+from kvquant_hf.ops.dispatch import available_backends, block_layouts, decode_attention, encode_blocks
 
-__all__ = ["available_backends", "block_layouts", "decode_attention"]
+__all__ = ["available_backends", "block_layouts", "decode_attention", "encode_blocks"]

@@ -11,7 +11,7 @@ from kvquant_hf.ops import cpu, reference, triton
 from kvquant_hf.rope import KeyRotation
 
 if TYPE_CHECKING:
-    from kvquant_hf.storage import BlockLayout
+    from kvquant_hf.storage import BlockLayout, BlockStore, EncodedBlocks
     from kvquant_hf.view import KVView
 
 Backend = Callable[[torch.Tensor, "KVView", torch.Tensor | None, float], torch.Tensor]
@@ -56,6 +56,25 @@ def block_layouts(
     ):
         return triton.word_layouts(specs, block_length, head_dims, rotation)
     return None, None
+
+
+def encode_blocks(
+    store: "BlockStore", states: torch.Tensor, slot: int, rotation: KeyRotation | None
+) -> "EncodedBlocks | None":
+    """Quantize and pack raw keys or values with a kernel, where the backend of the store's layout has one.
+
+    Args:
+        store: Where they will go; nothing is stored yet.
+        states: `[B, H, n · L, D]`, keys rotated as the model rotates them.
+        slot: Slot of the first token.
+        rotation: The rotary embedding to undo first, or `None`.
+
+    Returns:
+        What `store.encode` would return, or `None` if that has to do it.
+    """
+    if isinstance(store.own_layout, triton.WordLayout):
+        return triton.encode_blocks(store, states, slot, rotation)
+    return None
 
 
 def _tell_once(message: str) -> None:
