@@ -201,15 +201,34 @@ def faults(row: dict[str, Any]) -> list[str]:
     return found
 
 
+def merged(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a file with those of this run in place of older ones."""
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["arch"].rjust(8), row["head_dim"], tuple(row["nbits"]), row["rows"], row["rotary"]
+
+    old = json.loads(path.read_text())["configurations"] if path.is_file() else []
+    table = {key(row): row for row in [*old, *rows]}
+    return [table[name] for name in sorted(table)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--subset", action="store_true", help="a representative few")
-    parser.add_argument("--json", type=Path, help="where to write the table")
+    parser.add_argument("--arch", nargs="*", help="only these architectures")
+    parser.add_argument("--head-dim", nargs="*", type=int, help="only these head sizes")
+    parser.add_argument("--json", type=Path, help="where to write the table; rows of other configurations stay")
     options = parser.parse_args()
     rows = []
     print(f"{'arch':>7} {'D':>4} {'K/V':>5} {'rows':>4} {'RoPE':>4} {'BN':>4} {'warps':>5} {'st':>2} "
           f"{'regs':>4} {'spill':>5} {'shared':>7} {'i/elt':>5}  faults")  # fmt: skip
-    for case in cases(options.subset):
+    chosen = [
+        case
+        for case in cases(options.subset)
+        if (not options.arch or case["arch"] in options.arch)
+        and (not options.head_dim or case["head_dim"] in options.head_dim)
+    ]
+    for case in chosen:
         row = measure(case)
         rows.append(row)
         per_element = "" if row["instructions_per_element"] is None else f"{row['instructions_per_element']:.2f}"
@@ -219,6 +238,7 @@ def main() -> int:
               f"{', '.join(faults(row))}", flush=True)  # fmt: skip
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
+        rows = merged(options.json, rows)
         versions = {"triton": triton.__version__, "torch": torch.__version__}
         options.json.write_text(json.dumps({"versions": versions, "configurations": rows}, indent=1) + "\n")
     return int(any(faults(row) for row in rows))
