@@ -27,6 +27,7 @@ Targets: k4v4 >= 2.8 x flash and >= 70 % of the copy bandwidth, k2v2 >= 3.5 x fl
 """
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -39,18 +40,18 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))  # the checkout's package, wherever the script is called from
 
-import torch
-from torch.nn import functional as F
-from tqdm import tqdm
+import torch  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
-from kvquant_hf import QuantCache
-from kvquant_hf.config import KVQuantConfig
-from kvquant_hf.eval.environment import run_environment
-from kvquant_hf.layer import QuantLayer
-from kvquant_hf.ops import decode_attention, encode_blocks
-from kvquant_hf.rope import KeyRotation
+from kvquant_hf import QuantCache  # noqa: E402
+from kvquant_hf.config import KVQuantConfig  # noqa: E402
+from kvquant_hf.eval.environment import run_environment  # noqa: E402
+from kvquant_hf.layer import QuantLayer  # noqa: E402
+from kvquant_hf.ops import decode_attention, encode_blocks  # noqa: E402
+from kvquant_hf.rope import KeyRotation  # noqa: E402
 
 PARTS = ("tests", "bandwidth", "attention", "quantize", "generate")
 TARGETS = {"k4v4": 2.8, "k2v2": 3.5}
@@ -154,14 +155,26 @@ def attention_shapes(bench: Bench) -> Iterator[tuple[int, int, int, int]]:
     if bench.dry_run:
         yield 32, 4, 1, 260
         return
-    pairs = [(1, 4096), (1, 32768), (1, 131072), (8, 4096), (8, 32768), (8, 131072), (16, 32768), (64, 4096), (64, 32768)]
+    pairs = [
+        (1, 4096),
+        (1, 32768),
+        (1, 131072),
+        (8, 4096),
+        (8, 32768),
+        (8, 131072),
+        (16, 32768),
+        (64, 4096),
+        (64, 32768),
+    ]
     for head_dim in (128, 64):
         for ratio in (4, 8):
             for batch, context in pairs:
                 yield head_dim, ratio, batch, context
 
 
-def flash_milliseconds(bench: Bench, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> dict[str, float]:
+def flash_milliseconds(
+    bench: Bench, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> dict[str, float]:
     """Dense attention in bf16 in its fastest form: query heads of a group as rows, the best of torch's kernels."""
     if bench.dry_run:
         return {"math": bench.milliseconds(lambda: F.scaled_dot_product_attention(query, keys, values))}
@@ -179,6 +192,40 @@ def flash_milliseconds(bench: Bench, query: torch.Tensor, keys: torch.Tensor, va
     return found
 
 
+def attention_row(
+    bench: Bench, layer: QuantLayer, query: torch.Tensor, dense: dict[str, float], nbits: int
+) -> dict[str, Any]:
+    """One packed layer against the dense times of its shape."""
+    view = layer.view()
+
+    def attend() -> torch.Tensor:
+        return decode_attention(query, view)
+
+    eager, graph = bench.milliseconds(attend), bench.graph_milliseconds(attend)
+    parts, _ = layer.memory()
+    packed = sum(size for name, size in parts.items() if name != "unused")
+    fastest = min(dense.values())
+    flash = dense.get("flash_attention", fastest)
+    rate = packed / graph / 1e6
+    return {
+        "quant": f"k{nbits}v{nbits}",
+        "head_dim": query.shape[3],
+        "gqa": query.shape[1] // view.key_shape[1],
+        "batch": query.shape[0],
+        "context": view.kv_len,
+        "milliseconds": round(eager, 4),
+        "graph_milliseconds": round(graph, 4),
+        "baseline": "flash bf16",
+        "baseline_milliseconds": round(flash, 4),
+        "fastest_dense_milliseconds": round(fastest, 4),
+        "speedup": round(flash / graph, 2),
+        "speedup_eager": round(flash / eager, 2),
+        "speedup_over_fastest_dense": round(fastest / graph, 2),
+        "gb_per_s": round(rate, 3),
+        "share_of_copy": round(rate / bench.copy_gbs, 3) if bench.copy_gbs else None,
+    }
+
+
 def measure_attention(bench: Bench) -> list[dict[str, Any]]:
     """Decode attention at 2, 4 and 8 bits against dense attention in bf16."""
     heads, rows = (1 if bench.dry_run else 8), []
@@ -192,33 +239,7 @@ def measure_attention(bench: Bench) -> list[dict[str, Any]]:
         for nbits in (4, 2, 8):
             layer = QuantLayer(quant_config(nbits), rope(head_dim))
             layer.update(keys, values)
-            view = layer.view()
-            eager = bench.milliseconds(lambda view=view: decode_attention(query, view))
-            graph = bench.graph_milliseconds(lambda view=view: decode_attention(query, view))
-            parts, _ = layer.memory()
-            packed = sum(size for name, size in parts.items() if name != "unused")
-            flash = dense.get("flash_attention", min(dense.values()))
-            rows.append(
-                {
-                    "quant": f"k{nbits}v{nbits}",
-                    "head_dim": head_dim,
-                    "gqa": ratio,
-                    "batch": batch,
-                    "context": context,
-                    "milliseconds": round(eager, 4),
-                    "graph_milliseconds": round(graph, 4),
-                    "baseline": "flash bf16",
-                    "baseline_milliseconds": round(flash, 4),
-                    "fastest_dense_milliseconds": round(min(dense.values()), 4),
-                    "speedup": round(flash / graph, 2),
-                    "speedup_eager": round(flash / eager, 2),
-                    "speedup_over_fastest_dense": round(min(dense.values()) / graph, 2),
-                    "gb_per_s": round(packed / graph / 1e6, 1),
-                    "share_of_copy": round(packed / graph / 1e6 / bench.copy_gbs, 3) if bench.copy_gbs else None,
-                }
-            )
-            del layer, view
-        del keys, values, query
+            rows.append(attention_row(bench, layer, query, dense, nbits))
     return rows
 
 
@@ -233,7 +254,7 @@ def measure_quantization(bench: Bench) -> list[dict[str, Any]]:
             layer.update(states, states)
             stores = layer._block_stores()
             for side, store, rotation in (("key", stores[0], layer.rotation), ("value", stores[1], None)):
-                took = bench.milliseconds(lambda s=store, r=rotation: encode_blocks(s, states, 4, r))
+                took = bench.milliseconds(functools.partial(encode_blocks, store, states, 4, rotation))
                 moved = states.numel() * (states.element_size() + nbits / 8 + 1 / 8)
                 rows.append(
                     {
@@ -253,14 +274,26 @@ def llama(bench: Bench) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=131072, rope_theta=500000.0, attn_implementation="sdpa",
-    )  # fmt: skip
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rope_theta=500000.0,
+        attn_implementation="sdpa",
+    )
     if bench.dry_run:
         config = LlamaConfig(
-            vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, attn_implementation="sdpa",
-        )  # fmt: skip
+            vocab_size=64,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            attn_implementation="sdpa",
+        )
     default = torch.get_default_dtype()
     torch.set_default_dtype(bench.dtype)
     try:
@@ -298,9 +331,11 @@ def measure_generation(bench: Bench) -> list[dict[str, Any]]:
             if not bench.dry_run:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-            cache = DynamicCache(config=model.config) if name == "dynamic" else QuantCache(
-                model.config, quant_config(int(name[1]))
-            )  # fmt: skip
+            cache = (
+                DynamicCache(config=model.config)
+                if name == "dynamic"
+                else QuantCache(model.config, quant_config(int(name[1])))
+            )
             # Two tokens short of a whole block, the window takes all steps without a flush.
             filled(cache, model, bench, batch, context // 32 * 32 + 4)
             tokens = torch.zeros(batch, 1, dtype=torch.long, device=bench.device)
@@ -367,13 +402,17 @@ def targets_met(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def print_attention(rows: list[dict[str, Any]]) -> None:
-    print(f"{'quant':>6} {'D':>4} {'GQA':>4} {'batch':>6} {'context':>8} {'graph ms':>9} {'flash ms':>9} "
-          f"{'speed-up':>9} {'GB/s':>7} {'of copy':>8}")  # fmt: skip
+    print(
+        f"{'quant':>6} {'D':>4} {'GQA':>4} {'batch':>6} {'context':>8} {'graph ms':>9} {'flash ms':>9} "
+        f"{'speed-up':>9} {'GB/s':>7} {'of copy':>8}"
+    )
     for row in rows:
         share = "" if row["share_of_copy"] is None else f"{row['share_of_copy']:.0%}"
-        print(f"{row['quant']:>6} {row['head_dim']:>4} {row['gqa']:>4} {row['batch']:>6} {row['context']:>8} "
-              f"{row['graph_milliseconds']:>9.4f} {row['baseline_milliseconds']:>9.4f} {row['speedup']:>9.2f} "
-              f"{row['gb_per_s']:>7.0f} {share:>8}")  # fmt: skip
+        print(
+            f"{row['quant']:>6} {row['head_dim']:>4} {row['gqa']:>4} {row['batch']:>6} {row['context']:>8} "
+            f"{row['graph_milliseconds']:>9.4f} {row['baseline_milliseconds']:>9.4f} {row['speedup']:>9.2f} "
+            f"{row['gb_per_s']:>7.0f} {share:>8}"
+        )
 
 
 def main() -> int:

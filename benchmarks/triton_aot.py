@@ -4,7 +4,7 @@
     python benchmarks/triton_aot.py --subset        # a representative few, as the tests do
 
 Needs Triton with its bundled assembler, no driver; `TRITON_INTERPRET` must not be set. Elements are those of one tile
-of keys plus one of values; instructions are those of the loop over packed tiles, counted once per thread. They say what
+of keys plus one of values; instructions are those of the loop over packed tiles, one count per thread. They say what
 the issue slots of a multiprocessor are spent on, not how long anything takes.
 """
 
@@ -81,10 +81,13 @@ def source_of(kernel: Any, arguments: dict[str, Any]) -> Any:
     return ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
 
 
-def compiled(kernel: Any, arguments: dict[str, Any], arch: str, num_warps: int) -> Any:
+def compiled(kernel: Any, arguments: dict[str, Any], arch: str, launch: Launch) -> Any:
     """The kernel compiled for `80`, `90`, `100` (NVIDIA) or `gfx942` (AMD)."""
+    options = {"num_warps": launch.num_warps}
+    if launch.max_registers is not None and arch.isdigit():
+        options["maxnreg"] = launch.max_registers
     target = GPUTarget("cuda", int(arch), 32) if arch.isdigit() else GPUTarget("hip", arch, 64)
-    return triton.compile(source_of(kernel, arguments), target=target, options={"num_warps": num_warps})
+    return triton.compile(source_of(kernel, arguments), target=target, options=options)
 
 
 def nvidia_facts(binary: Any, arch: str) -> dict[str, Any]:
@@ -155,7 +158,7 @@ def measure(case: dict[str, Any], launch: Launch | None = None) -> dict[str, Any
     _, arguments = launching.split_arguments(query, view, case.get("mask"), head_dim**-0.5, launch)
     arguments["ASM"] = arch.isdigit()
     with contextlib.redirect_stdout(io.StringIO()):
-        binary = compiled(decode_split_kernel, arguments, arch, launch.num_warps)
+        binary = compiled(decode_split_kernel, arguments, arch, launch)
     facts = nvidia_facts(binary, arch) if arch.isdigit() else amd_facts(binary)
     threads = launch.num_warps * (32 if arch.isdigit() else 64)
     elements = 2 * launch.BN * head_dim
@@ -220,8 +223,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where to write the table; rows of other configurations stay")
     options = parser.parse_args()
     rows = []
-    print(f"{'arch':>7} {'D':>4} {'K/V':>5} {'rows':>4} {'RoPE':>4} {'BN':>4} {'warps':>5} {'st':>2} "
-          f"{'regs':>4} {'spill':>5} {'shared':>7} {'i/elt':>5}  faults")  # fmt: skip
+    print(
+        f"{'arch':>7} {'D':>4} {'K/V':>5} {'rows':>4} {'RoPE':>4} {'BN':>4} {'warps':>5} {'st':>2} "
+        f"{'regs':>4} {'spill':>5} {'shared':>7} {'i/elt':>5}  faults"
+    )
     chosen = [
         case
         for case in cases(options.subset)
@@ -232,10 +237,13 @@ def main() -> int:
         row = measure(case)
         rows.append(row)
         per_element = "" if row["instructions_per_element"] is None else f"{row['instructions_per_element']:.2f}"
-        print(f"{row['arch']:>7} {row['head_dim']:>4} {row['nbits'][0]}/{row['nbits'][1]:<3} {row['rows']:>4} "
-              f"{'yes' if row['rotary'] else 'no':>4} {row['BN']:>4} {row['num_warps']:>5} {row['num_stages']:>2} "
-              f"{row['registers']:>4} {row['spilled_bytes']:>5} {row['shared_bytes']:>7} {per_element:>5}  "
-              f"{', '.join(faults(row))}", flush=True)  # fmt: skip
+        print(
+            f"{row['arch']:>7} {row['head_dim']:>4} {row['nbits'][0]}/{row['nbits'][1]:<3} {row['rows']:>4} "
+            f"{'yes' if row['rotary'] else 'no':>4} {row['BN']:>4} {row['num_warps']:>5} {row['num_stages']:>2} "
+            f"{row['registers']:>4} {row['spilled_bytes']:>5} {row['shared_bytes']:>7} {per_element:>5}  "
+            f"{', '.join(faults(row))}",
+            flush=True,
+        )
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         rows = merged(options.json, rows)

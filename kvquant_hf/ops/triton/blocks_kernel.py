@@ -19,9 +19,7 @@ def place_of_column(column, PLANES: tl.constexpr, DW: tl.constexpr):
 
 
 @triton.jit
-def channel_of_place(
-    place, D: tl.constexpr, ROTARY: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr
-):
+def channel_of_place(place, D: tl.constexpr, ROTARY: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The channel at a place, as `ChannelOrder` says."""
     half = place // (D // 2)
     angle = place % (D // 2)
@@ -35,9 +33,7 @@ def channel_of_place(
 
 
 @triton.jit
-def load_words(
-    ptr, token, num_tokens, NBITS: tl.constexpr, DW: tl.constexpr, DWP: tl.constexpr, ROW: tl.constexpr
-):
+def load_words(ptr, token, num_tokens, NBITS: tl.constexpr, DW: tl.constexpr, DWP: tl.constexpr, ROW: tl.constexpr):
     """Words `[BN, DWP]` of tokens, and the words that hold the top bits of 3-bit codes."""
     word = tl.arange(0, DWP)
     live = token[:, None] < num_tokens
@@ -80,9 +76,7 @@ def key_parameters(
     if DWP == DW:
         # One wide load; its pieces are told apart in registers.
         word = tl.arange(0, ROW)
-        found = tl.load(
-            ptr + group[:, None] * ROW + word[None, :], mask=group[:, None] * GROUP < num_tokens, other=0
-        )
+        found = tl.load(ptr + group[:, None] * ROW + word[None, :], mask=group[:, None] * GROUP < num_tokens, other=0)
         if SYMMETRIC:
             scale = tl.permute(tl.reshape(found, [GROUPS, PLANES, DW]), [0, 2, 1])
             zero = scale
@@ -160,9 +154,7 @@ def load_values(
     live = token < num_tokens
     # Parameters are loaded once per group where groups and planes fit each other, else once per word and plane.
     if DWP == DW:
-        found = tl.load(
-            metadata + token[:, None] * NG + tl.arange(0, NG)[None, :], mask=live[:, None], other=0
-        )
+        found = tl.load(metadata + token[:, None] * NG + tl.arange(0, NG)[None, :], mask=live[:, None], other=0)
         if GROUP >= D:
             found = tl.reshape(found, [BN, 1, 1])
         elif GROUP % (2 * DW) == 0:
@@ -177,9 +169,7 @@ def load_values(
     else:
         word = tl.arange(0, DWP)[None, :, None]
         group = 2 * (tl.arange(0, COUNT)[None, None, :] * DW + word) // GROUP
-        found = tl.load(
-            metadata + token[:, None, None] * NG + group, mask=live[:, None, None] & (word < DW), other=0
-        )
+        found = tl.load(metadata + token[:, None, None] * NG + group, mask=live[:, None, None] & (word < DW), other=0)
     x = planes(words, tops, 0, COUNT, 1, NBITS, SYMMETRIC, ASM)
     if SYMMETRIC:
         x = mul2(x, doubled_low(found.to(tl.int16, bitcast=True).to(tl.int32), ASM), ASM)

@@ -1,6 +1,6 @@
 """Split-K decode attention over packed keys and values, and over the tokens kept exact.
 
-Sizes: `B` rows of the batch, `H` key/value heads, `R` query rows of one of them (grouped heads × new tokens), `T`
+Sizes: `B` rows of the batch, `H` key/value heads, `R` query rows of one of them (grouped heads times new tokens), `T`
 tokens held as codes, `D`, `DV` channels. A program treats one batch row, one head, `GP` query rows and one split: a
 range of `chunk` packed tokens, or, as the last split, sinks and residual window. It writes a normalized output and
 its log-sum-exp (base 2); `combine_kernel` puts splits together.
@@ -159,9 +159,12 @@ def packed_segment(
             sines = 0
     else:
         column = tl.arange(0, DP)
-        q = tl.load(
-            query_rows[:, None] + column[None, :], mask=row_live[:, None] & (column[None, :] < D), other=0.0
-        ).to(tl.float32) * scale
+        q = (
+            tl.load(
+                query_rows[:, None] + column[None, :], mask=row_live[:, None] & (column[None, :] < D), other=0.0
+            ).to(tl.float32)
+            * scale
+        )
     for start in tl.range(first_token, last_token, BN, num_stages=STAGES):
         token = start + tl.arange(0, BN)
         if KEY_BITS < 16:
@@ -229,9 +232,7 @@ def packed_segment(
                 mask=(token[:, None] < last_token) & (value_column[None, :] < DV),
                 other=0.0,
             )
-            acc = tl.dot(
-                tl.trans(v.to(tl.float32)), weights, acc=acc * decay[None, :], input_precision=PRECISION
-            )
+            acc = tl.dot(tl.trans(v.to(tl.float32)), weights, acc=acc * decay[None, :], input_precision=PRECISION)
     return peak, total, acc
 
 
@@ -422,9 +423,7 @@ def decode_split_kernel(
         else:
             channel = column
             channel_live = column < DV
-        store_partial(
-            acc, peak, total, partial + out_row * DV, partial_lse + out_row, row_live, channel, channel_live
-        )
+        store_partial(acc, peak, total, partial + out_row * DV, partial_lse + out_row, row_live, channel, channel_live)
     else:
         exact_channel = tl.arange(0, DP)
         q = tl.load(

@@ -161,7 +161,9 @@ def planes(
     if COUNT == 1:
         return plane(w, tops, FIRST, NBITS, SYMMETRIC, ASM)[:, :, None]
     elif COUNT == 2:
-        return tl.join(plane(w, tops, FIRST, NBITS, SYMMETRIC, ASM), plane(w, tops, FIRST + STEP, NBITS, SYMMETRIC, ASM))
+        return tl.join(
+            plane(w, tops, FIRST, NBITS, SYMMETRIC, ASM), plane(w, tops, FIRST + STEP, NBITS, SYMMETRIC, ASM)
+        )
     else:
         # The last axis of a join comes from its two arguments: even planes, then odd ones.
         even = planes(w, tops, FIRST, COUNT // 2, 2 * STEP, NBITS, SYMMETRIC, ASM)

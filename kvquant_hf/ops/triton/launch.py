@@ -100,7 +100,7 @@ def _launch(
         widths = min(view.key_store.spec.nbits, view.value_store.spec.nbits)
         launch = launch_parameters(max(query.shape[3], view.value_shape[3]), widths, _arch(view.device))
     grid, arguments = split_arguments(query, view, mask, scale, launch)
-    decode_split_kernel[grid](**arguments, num_warps=launch.num_warps)
+    decode_split_kernel[grid](**arguments, **launch_options(launch))
     batch_size, num_heads, q_len, _ = query.shape
     output = torch.empty(batch_size, num_heads, q_len, view.value_shape[3], dtype=query.dtype, device=view.device)
     partial = arguments["partial"]
@@ -110,11 +110,19 @@ def _launch(
     return output
 
 
+def launch_options(launch: Launch) -> dict[str, int]:
+    """Options of the compiler."""
+    options = {"num_warps": launch.num_warps}
+    if launch.max_registers is not None and uses_ptx():
+        options["maxnreg"] = launch.max_registers
+    return options
+
+
 def split_arguments(
     query: torch.Tensor, view: "KVView", mask: torch.Tensor | None, scale: float, launch: Launch
 ) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """Grid and arguments of `decode_split_kernel`, scratch memory included."""
-    batch_size, num_heads, q_len, head_dim = query.shape
+    batch_size, num_heads, q_len, _ = query.shape
     heads, value_dim = view.key_shape[1], view.value_shape[3]
     key, value = view.key_store, view.value_store
     rows = num_heads // heads * q_len

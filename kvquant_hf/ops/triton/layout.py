@@ -96,9 +96,9 @@ class WordLayout:
     pair. 3 bits are the low two as above, then `⌈D/32⌉` words of the top bit: that of word `w` and plane `p` in word
     `w % ⌈D/32⌉` at bit `2·p + w // ⌈D/32⌉` of the same half.
 
-    Parameters: keys have one row per group of tokens, `D/2` words of scales (float16 pairs), then `D/2` of zero points;
-    values have one word a group, the scale in its low half and the zero point in its high half. Symmetric codes have
-    scales only: `D/2` words for keys, one float16 a group for values.
+    Parameters: keys have one row per group of tokens, `D/2` words of scales (float16 pairs), then `D/2` of zero
+    points; values have one word a group, the scale in its low half and the zero point in its high half. Symmetric
+    codes have scales only: `D/2` words for keys, one float16 a group for values.
 
     Attributes:
         spec: How the tensor is quantized.

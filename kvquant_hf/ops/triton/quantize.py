@@ -99,7 +99,9 @@ def quantize_arguments(
     if spec.granularity == "per_channel":
         rotary = 0 if rotation is None else rotation.rotary_dim
         flag = arguments["flag"]
-        starts, offsets, first = (flag, flag, 0) if rotation is None else _tables(rotation, slot, length, lead[2], device)
+        starts, offsets, first = (
+            (flag, flag, 0) if rotation is None else _tables(rotation, slot, length, lead[2], device)
+        )
         width = head_dim if spec.symmetric else 2 * head_dim
         arguments |= {
             "metadata": torch.empty(*lead, 1, width, dtype=torch.float16, device=device),

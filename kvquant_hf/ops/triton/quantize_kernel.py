@@ -1,8 +1,8 @@
 """Quantizing and packing in one pass: raw keys and values to words, with the codes that `AffineQuantizer` gives.
 
 Bit for bit: the same formulas in the same order, divisions correctly rounded, and no fused multiply-adds (the launcher
-switches them off), since one unit in the last place can move a code. Sizes: `L` tokens of a block, `D` channels (a power of two), `DW` words of a row,
-`TOPS` words of top bits of 3-bit codes.
+switches them off), since one unit in the last place can move a code. Sizes: `L` tokens of a block, `D` channels (a
+power of two), `DW` words of a row, `TOPS` words of top bits of 3-bit codes.
 """
 
 import triton
@@ -167,7 +167,9 @@ def quantize_keys_kernel(
             values = x if side == 0 else y
             scale_bits, zero_bits, wide = parameters(tl.min(values, 0), tl.max(values, 0), NBITS, SYMMETRIC, LIMIT)
             tl.atomic_or(flag + tl.zeros([DW, 2], tl.int32), wide.to(tl.int32), mask=wide)
-            found = codes_of(values, as_float(scale_bits)[None, :, :], as_float(zero_bits)[None, :, :], NBITS, SYMMETRIC)
+            found = codes_of(
+                values, as_float(scale_bits)[None, :, :], as_float(zero_bits)[None, :, :], NBITS, SYMMETRIC
+            )
             shift = (low_plane + side * HALF_PLANES) * WIDTH + 16 * half[None, None, :]
             words |= tl.sum((found & (2**WIDTH - 1)) << shift, axis=2)
             if NBITS == 3:

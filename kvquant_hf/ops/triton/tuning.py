@@ -1,7 +1,7 @@
 """Launch parameters of the decode kernel: looked up, never tuned while decoding."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,15 @@ class Launch:
         BND: Exact tokens of a tile.
         num_warps: Warps of a program.
         num_stages: Tiles whose loads are in flight.
+        max_registers: Registers a thread may use (NVIDIA), or `None` to leave it to the assembler, which may spill a
+            few to fit one more program on a multiprocessor.
     """
 
     BN: int
     BND: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 @cache
@@ -56,4 +59,4 @@ def launch_parameters(head_dim: int, nbits: int, arch: str) -> Launch:
     """
     found = [(d, entry) for entry in _table()["entries"] if (d := _distance(entry, head_dim, nbits, arch)) is not None]
     best = min(found, key=lambda pair: pair[0])[1] if found else _table()["default"]
-    return Launch(**{name: best[name] for name in ("BN", "BND", "num_warps", "num_stages")})
+    return Launch(**{field.name: best[field.name] for field in fields(Launch) if field.name in best})

@@ -48,12 +48,12 @@ def test_reading_the_gpu_layout_needs_no_triton():
 def test_the_table_serves_sizes_between_its_entries(head_dim, nbits, arch, head_of_entry):
     found = tuning.launch_parameters(head_dim, nbits, arch)
     entries = [entry for entry in tuning._table()["entries"] if entry["head_dim"] == head_of_entry]
-    assert any(all(getattr(found, name) == entry[name] for name in vars(found)) for entry in entries)
+    assert any(all(getattr(found, name) == entry.get(name) for name in vars(found)) for entry in entries)
 
 
 def test_unknown_hardware_gets_the_default():
     default = tuning._table()["default"]
-    assert vars(tuning.launch_parameters(128, 4, "interpreter")) == default
+    assert vars(tuning.launch_parameters(128, 4, "interpreter")) == {**default, "max_registers": None}
 
 
 def test_a_nearer_entry_wins(monkeypatch):

@@ -25,9 +25,7 @@ KERNELS = Path(__file__).parent / "kernels"
 def test_kernels_in_the_interpreter(module):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(KERNELS / f"{module}.py")]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed and int(passed[1]) >= {"test_decode": 60, "test_quantize": 20, "test_cache": 20}[module]

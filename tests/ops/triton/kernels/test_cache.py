@@ -17,9 +17,14 @@ from kvquant_hf.rope import KeyRotation
 
 PRESETS = ["k4v4", "k2v2", "k3v3", "k8v8", "kivi-int2"]
 CONFIG = LlamaConfig(
-    num_hidden_layers=1, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=64,
+    num_hidden_layers=1,
+    hidden_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=64,
     intermediate_size=64,
-)  # fmt: skip
+)
 CHANGES = {"residual_length": 16, "sink_length": 4}
 
 
@@ -31,8 +36,10 @@ def states(tokens: int, seed: int, device: torch.device, batch_size: int = 2) ->
 
 def pair_of_caches(preset: str, device: torch.device, tokens: int = 120):
     """The same tokens in the layout of the GPU backend and in the common one, by prompt and then one by one."""
-    caches = SimpleNamespace(words=QuantCache(CONFIG, preset, backend="triton", **CHANGES),
-                             common=QuantCache(CONFIG, preset, backend="torch", **CHANGES))  # fmt: skip
+    caches = SimpleNamespace(
+        words=QuantCache(CONFIG, preset, backend="triton", **CHANGES),
+        common=QuantCache(CONFIG, preset, backend="torch", **CHANGES),
+    )
     for cache in (caches.words, caches.common):
         cache.update(*states(tokens, 0, device), 0)
         for token in range(3):
@@ -162,7 +169,5 @@ def test_a_model_decodes_with_it(device):
     produced = []
     for backend in ("triton", "torch"):
         cache = QuantCache(model.config, "k4v4", backend=backend, **CHANGES)
-        produced.append(
-            model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False, pad_token_id=0)
-        )
+        produced.append(model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False, pad_token_id=0))
     assert torch.equal(*produced)

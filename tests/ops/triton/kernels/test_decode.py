@@ -89,13 +89,16 @@ CASES = [
     ("one-token-only", 133, {"mask": "one"}),
     ("last-tokens-only", 133, {"mask": "last"}),
     ("padded", 150, {"B": 3, "padding": [37, 2, 0], "mask": "pads"}),
-    ("padded-hadamard", 150, {"B": 2, "padding": [101, 0], "mask": "pads", **kv(4, 4, rotation="hadamard"),
-                              "rotation": None}),  # fmt: skip
+    (
+        "padded-hadamard",
+        150,
+        {"B": 2, "padding": [101, 0], "mask": "pads", **kv(4, 4, rotation="hadamard"), "rotation": None},
+    ),
     ("pads-up-to-the-window", 150, {"B": 2, "padding": [146, 60], "mask": "pads"}),
     ("outlier-channels", 200, {"outliers": 30.0, "limit": 4.0}),
     ("small-values", 133, {"magnitude": 2e-3}),
     ("large-keys", 133, {"magnitude": 300.0, "scale": 1e-5}),
-]  # fmt: skip
+]
 
 
 def masks(kind: str, b: int, h: int, q: int, t: int, padding: list[int] | None) -> torch.Tensor:
@@ -118,8 +121,24 @@ def masks(kind: str, b: int, h: int, q: int, t: int, padding: list[int] | None) 
     return (torch.arange(t) >= torch.tensor(padding)[:, None])[:, None, None, :]
 
 
-def build(tokens: int, device: torch.device, *, B=1, H=2, G=1, D=32, DV=None, dtype=F16, q_len=1, padding=None,
-          mask=None, outliers=0.0, magnitude=1.0, rotation="whole", **settings):  # fmt: skip
+def build(
+    tokens: int,
+    device: torch.device,
+    *,
+    B=1,
+    H=2,
+    G=1,
+    D=32,
+    DV=None,
+    dtype=F16,
+    q_len=1,
+    padding=None,
+    mask=None,
+    outliers=0.0,
+    magnitude=1.0,
+    rotation="whole",
+    **settings,
+):
     """A filled layer, its view, a query and a mask; keys, values and queries are strided views."""
     generator = torch.Generator().manual_seed(tokens)
     settings = {"residual_length": 16, "sink_length": 4, "backend": "triton"} | settings
