@@ -71,9 +71,17 @@ class QuantLayer(CacheLayerMixin):
                     f"{list(states.shape)} of {states.dtype}."
                 )
         length = self.config.block_length
+        layouts = ops.block_layouts(
+            self.config.backend,
+            (self.config.key, self.config.value),
+            length,
+            (key_states.shape[3], value_states.shape[3]),
+            self.rotation,
+            key_states.device,
+        )
         self._stores = (
-            BlockStore(self.config.key, length, key_states.shape[3], key_states.dtype),
-            BlockStore(self.config.value, length, value_states.shape[3], value_states.dtype),
+            BlockStore(self.config.key, length, key_states.shape[3], key_states.dtype, layouts[0]),
+            BlockStore(self.config.value, length, value_states.shape[3], value_states.dtype, layouts[1]),
         )
         if self.rotation is not None:
             if self.rotation.head_dim != key_states.shape[3]:
@@ -265,10 +273,11 @@ class QuantLayer(CacheLayerMixin):
         """Codes of whole blocks `[B, H, n · L, D]` that begin at `slot`."""
         length, sinks = self.config.block_length, self._num_sink_slots
         clean = self._padding is None or slot >= self._exact_until
-        if store.spec.is_quantized and clean and self.config.backend != "torch":
-            packed = ops.encode(store.spec, states, length, rotation, sinks, (slot - sinks) // length)
-            if packed is not None:
-                return packed
+        compiled = store.spec.is_quantized and self.config.backend != "torch"
+        if clean and compiled:
+            encoded = ops.encode_blocks(store, states, slot, sinks, rotation)
+            if encoded is not None:
+                return encoded
         batch_size, heads, _, head_dim = states.shape
         blocks = states.reshape(batch_size, heads, -1, length, head_dim)
         if not store.spec.is_quantized:
@@ -280,10 +289,10 @@ class QuantLayer(CacheLayerMixin):
         if clean:
             return store.encode(blocks)
         fitted = without_padding(blocks, slot, cast(torch.Tensor, self._padding), sinks)
-        if self.config.backend != "torch":
-            packed = ops.encode(store.spec, blocks.flatten(2, 3), length, fitted=fitted.contiguous())
-            if packed is not None:
-                return packed
+        if compiled:
+            encoded = ops.encode_blocks(store, blocks.flatten(2, 3), slot, sinks, None, fitted.contiguous())
+            if encoded is not None:
+                return encoded
         return store.encode(blocks, fitted)
 
     # ---- reading -----------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Buffers of a cache layer: written-once blocks of codes, and exact tokens."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -12,10 +12,41 @@ from kvquant_hf.rotation import hadamard
 
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 
+# The tensors that blocks consist of; which of them there are depends on the layout and the settings.
+_PARTS = ("codes", "scale", "zero_point", "metadata")
+
 # Buffers grow by this many tokens or blocks, or by a sixteenth of what they hold once that is more.
 _EXACT_CHUNK = 32
 _BLOCK_CHUNK = 4
 _GROWTH_SHARE = 16
+
+
+class EncodedBlocks:
+    """Packed blocks on their way into a `BlockStore`.
+
+    `codes`, with `scale` and `zero_point` where there are any, or with `metadata` in a layout that keeps both in one.
+    """
+
+    __slots__ = _PARTS
+
+    def __init__(
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor | None,
+        zero_point: torch.Tensor | None,
+        metadata: torch.Tensor | None = None,
+    ) -> None:
+        self.codes, self.scale, self.zero_point, self.metadata = codes, scale, zero_point, metadata
+
+
+class BlockLayout(Protocol):
+    """A backend's own way of laying out blocks; without one they are packed as `PlanarLayout` says."""
+
+    def encode(self, groups: QuantizedGroups) -> EncodedBlocks | None:
+        """Blocks as the backend reads them, or `None` if it could not read these."""
+
+    def decode(self, codes: torch.Tensor, metadata: torch.Tensor) -> QuantizedGroups:
+        """The groups that `encode` was given."""
 
 
 class BlockStore:
@@ -30,9 +61,18 @@ class BlockStore:
         block_length: Tokens in a block, `L`.
         head_dim: Size of a key or value vector, `D`.
         dtype: Dtype of the model's tensor.
+        own_layout: Layout of the backend that will read the blocks, `None` for the one described above. Blocks that it
+            cannot take turn the whole store to the latter, for good.
     """
 
-    def __init__(self, spec: QuantSpec, block_length: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        spec: QuantSpec,
+        block_length: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        own_layout: BlockLayout | None = None,
+    ) -> None:
         self.spec = spec
         self.block_length = block_length
         self.head_dim = head_dim
@@ -43,6 +83,9 @@ class BlockStore:
         self.zero_point: torch.Tensor | None = None
         # What a backend remembers about the stored tensors. Keys and values change together.
         self.memo: dict[str, Any] = {}
+        self.metadata: torch.Tensor | None = None
+        self.own_layout = own_layout if spec.is_quantized else None
+        self._left: BlockLayout | None = None
         self._quantizer: Quantizer | None = QUANTIZERS[spec.method](spec) if spec.is_quantized else None
         row_length = block_length if spec.granularity == "per_channel" else head_dim
         self.layout = PlanarLayout(spec.nbits, row_length) if spec.is_quantized else None
@@ -61,6 +104,14 @@ class BlockStore:
         groups = self._quantizer.quantize(
             self._rows(blocks), None if range_blocks is None else self._rows(range_blocks)
         )
+        return self._encoded(groups)
+
+    def _encoded(self, groups: QuantizedGroups) -> EncodedBlocks:
+        own = None if self.own_layout is None else self.own_layout.encode(groups)
+        return own if own is not None else self._planar(groups)
+
+    def _planar(self, groups: QuantizedGroups) -> EncodedBlocks:
+        assert self.layout is not None
         return EncodedBlocks(self.layout.pack(groups.codes), groups.scale, groups.zero_point)
 
     def _rows(self, blocks: torch.Tensor) -> torch.Tensor:
@@ -76,10 +127,15 @@ class BlockStore:
             spare: Leave room for later blocks when the buffers have to grow.
         """
         self.memo.clear()
+        if self.own_layout is not None and encoded.metadata is None:
+            self._leave_own_layout()
+        if self.own_layout is None and encoded.metadata is not None:  # encoded before its neighbours left the layout
+            assert self._left is not None
+            encoded = self._planar(self._left.decode(encoded.codes, encoded.metadata))
         count = encoded.codes.shape[2]
         needed = self.num_blocks + count
         room = max(_BLOCK_CHUNK, needed // _GROWTH_SHARE) - 1 if spare else 0
-        for name in ("codes", "scale", "zero_point"):
+        for name in _PARTS:
             new = getattr(encoded, name)
             if new is None:
                 continue
@@ -91,6 +147,21 @@ class BlockStore:
             buffer[:, :, self.num_blocks : needed] = new
             setattr(self, name, buffer)
         self.num_blocks = needed
+
+    @property
+    def has_left_own_layout(self) -> bool:
+        """Whether blocks came that the backend's layout could not take."""
+        return self._left is not None
+
+    def _leave_own_layout(self) -> None:
+        """Pack what is stored the common way; reading it gives the same values."""
+        groups = self._groups(0, self.num_blocks) if self.num_blocks else None
+        self._left, self.own_layout = self.own_layout, None
+        self._set(None if groups is None else self._planar(groups))
+
+    def _set(self, encoded: "EncodedBlocks | None") -> None:
+        for name in _PARTS:
+            setattr(self, name, None if encoded is None else getattr(encoded, name))
 
     # ---- reading -----------------------------------------------------------------------------------------------
 
@@ -106,14 +177,23 @@ class BlockStore:
             `[B, H, last - first, L, D]`, float32 (the model's dtype for 16 bits).
         """
         assert self.codes is not None
-        codes = self.codes[:, :, first:last]
-        if self._quantizer is None or self.layout is None:
-            return codes
-        assert self.scale is not None
-        zero_point = None if self.zero_point is None else self.zero_point[:, :, first:last]
-        rows = self._quantizer.dequantize(self.layout.unpack(codes), self.scale[:, :, first:last], zero_point)
+        if self._quantizer is None:
+            return self.codes[:, :, first:last]
+        groups = self._groups(first, last)
+        rows = self._quantizer.dequantize(groups.codes, groups.scale, groups.zero_point)
         blocks = rows.transpose(-1, -2) if self.spec.granularity == "per_channel" else rows
         return hadamard(blocks) if undo_rotation and self.spec.rotation == "hadamard" else blocks
+
+    def _groups(self, first: int, last: int) -> QuantizedGroups:
+        """Codes and parameters of the blocks `first … last - 1`, rows as the quantizer made them."""
+        assert self.codes is not None and self.layout is not None
+        codes = self.codes[:, :, first:last]
+        if self.own_layout is not None:
+            assert self.metadata is not None
+            return self.own_layout.decode(codes, self.metadata[:, :, first:last])
+        assert self.scale is not None
+        zero_point = None if self.zero_point is None else self.zero_point[:, :, first:last]
+        return QuantizedGroups(self.layout.unpack(codes), self.scale[:, :, first:last], zero_point)
 
     # ---- acting on everything stored ---------------------------------------------------------------------------
 
@@ -122,12 +202,12 @@ class BlockStore:
         self.memo.clear()
         self.num_blocks = min(self.num_blocks, num_blocks)
         if self.num_blocks == 0:
-            self.codes = self.scale = self.zero_point = None
+            self._set(None)
 
     def map(self, function: TensorMap) -> None:
         """Replace every stored tensor by what `function` makes of it (batch selection, device moves)."""
         self.memo.clear()
-        for name in ("codes", "scale", "zero_point"):
+        for name in _PARTS:
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, function(tensor))
@@ -135,20 +215,30 @@ class BlockStore:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"memo": {}}  # addresses mean nothing in a copy
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The buffers, unused capacity included."""
+        return [tensor for name in _PARTS if (tensor := getattr(self, name)) is not None]
+
     def bytes_by_part(self) -> dict[str, int]:
         """Bytes in use by `codes`, `scales` and `zero_points`, and `unused` ones."""
         parts = {"codes": 0, "scales": 0, "zero_points": 0, "unused": 0}
-        for name, part in (("codes", "codes"), ("scale", "scales"), ("zero_point", "zero_points")):
+        words = ("scales",) if self.spec.symmetric else ("scales", "zero_points")
+        shares = {"codes": ("codes",), "scale": ("scales",), "zero_point": ("zero_points",), "metadata": words}
+        for name in _PARTS:
             tensor = getattr(self, name)
             if tensor is not None:
                 block = tensor[:, :, 0].numel() * tensor.element_size()
-                parts[part] += block * self.num_blocks
+                for part in shares[name]:
+                    parts[part] += block * self.num_blocks // len(shares[name])
                 parts["unused"] += tensor.untyped_storage().nbytes() - block * self.num_blocks
         return parts
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The stored tensors, unused capacity cut off."""
-        tensors = {"codes": self.codes, "scale": self.scale, "zero_point": self.zero_point}
+        """The stored tensors in the common layout, unused capacity cut off."""
+        stored: BlockStore | EncodedBlocks = self
+        if self.own_layout is not None and self.num_blocks:
+            stored = self._planar(self._groups(0, self.num_blocks))
+        tensors = {"codes": stored.codes, "scale": stored.scale, "zero_point": stored.zero_point}
         return {k: t[:, :, : self.num_blocks].contiguous() for k, t in tensors.items() if t is not None}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
@@ -159,8 +249,17 @@ class BlockStore:
         """
         self._check_state(state)
         self.memo.clear()
-        self.codes, self.scale, self.zero_point = (state.get(name) for name in ("codes", "scale", "zero_point"))
-        self.num_blocks = 0 if self.codes is None else self.codes.shape[2]
+        self.num_blocks = state["codes"].shape[2] if state else 0
+        if not state:
+            self._set(None)
+            return
+        encoded = EncodedBlocks(state["codes"], state.get("scale"), state.get("zero_point"))
+        if self.own_layout is not None and self.layout is not None and encoded.scale is not None:
+            codes = self.layout.unpack(encoded.codes)
+            encoded = self._encoded(QuantizedGroups(codes, encoded.scale, encoded.zero_point))
+            if encoded.metadata is None:
+                self._left, self.own_layout = self.own_layout, None
+        self._set(encoded)
 
     def _check_state(self, state: dict[str, torch.Tensor]) -> None:
         if not state:
@@ -181,15 +280,6 @@ class BlockStore:
             shape = tuple(lead) + shapes.get(name, groups)
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"stored `{name}` must have the shape {shape}, got {tuple(tensor.shape)}.")
-
-
-class EncodedBlocks:
-    """Packed blocks on their way into a `BlockStore`: `codes`, and `scale` and `zero_point` where there are any."""
-
-    __slots__ = ("codes", "scale", "zero_point")
-
-    def __init__(self, codes: torch.Tensor, scale: torch.Tensor | None, zero_point: torch.Tensor | None) -> None:
-        self.codes, self.scale, self.zero_point = codes, scale, zero_point
 
 
 class ExactTokens:
@@ -274,4 +364,4 @@ def storage_bytes(value: Any) -> int:
     return value.untyped_storage().nbytes() if isinstance(value, torch.Tensor) else 0
 
 
-__all__ = ["BlockStore", "EncodedBlocks", "ExactTokens", "QuantizedGroups", "storage_bytes"]
+__all__ = ["BlockLayout", "BlockStore", "EncodedBlocks", "ExactTokens", "QuantizedGroups", "storage_bytes"]

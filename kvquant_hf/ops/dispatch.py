@@ -5,22 +5,89 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvquant_hf.ops import cpu, reference
+from kvquant_hf.config import QuantSpec
+from kvquant_hf.ops import cpu, reference, triton
 from kvquant_hf.ops.notice import no_compiler, tell_once
+from kvquant_hf.rope import KeyRotation
 
 if TYPE_CHECKING:
-    from kvquant_hf.config import QuantSpec
-    from kvquant_hf.rope import KeyRotation
+    from kvquant_hf.storage import BlockLayout, BlockStore, EncodedBlocks
     from kvquant_hf.view import KVView
 
 Backend = Callable[[torch.Tensor, "KVView", torch.Tensor | None, float], torch.Tensor]
 
-_BACKENDS: dict[str, Backend] = {"torch": reference.decode_attention, "cpu": cpu.decode_attention}
+_BACKENDS: dict[str, Backend] = {
+    "torch": reference.decode_attention,
+    "cpu": cpu.decode_attention,
+    "triton": triton.decode_attention,
+}
 
 
 def available_backends() -> tuple[str, ...]:
     """Names of the backends that can compute fused attention in this installation."""
-    return tuple(_BACKENDS)
+    usable = triton.is_interpreted() or triton.has_driver()
+    return tuple(name for name in _BACKENDS if usable or name != "triton")
+
+
+def block_layouts(
+    backend: str,
+    specs: tuple[QuantSpec, QuantSpec],
+    block_length: int,
+    head_dims: tuple[int, int],
+    rotation: KeyRotation | None,
+    device: torch.device,
+) -> tuple["BlockLayout | None", "BlockLayout | None"]:
+    """Layouts of the blocks of keys and of values for whoever will read them on a device.
+
+    Args:
+        backend: Configured backend.
+        specs: How keys and values are stored.
+        block_length: Tokens in a block.
+        head_dims: Sizes of a key and of a value.
+        rotation: The rotary embedding that is undone before keys are stored.
+        device: Where the tensors live.
+
+    Returns:
+        Layouts for `BlockStore`, `None` for the common one.
+    """
+    if backend == "triton" or (backend == "auto" and device.type != "cpu" and triton.why_unavailable(device) is None):
+        return triton.word_layouts(specs, block_length, head_dims, rotation)
+    return None, None
+
+
+def encode_blocks(
+    store: "BlockStore",
+    states: torch.Tensor,
+    slot: int,
+    num_sinks: int,
+    rotation: KeyRotation | None = None,
+    fitted: torch.Tensor | None = None,
+) -> "EncodedBlocks | None":
+    """Quantize and pack raw keys or values with compiled code, where there is some for the store's layout.
+
+    Args:
+        store: Where they will go; nothing is stored yet.
+        states: `[B, H, n · L, D]`, keys rotated as the model rotates them.
+        slot: Slot of the first token.
+        num_sinks: Slot at which the blocks of the layer begin.
+        rotation: The rotary embedding to undo first, or `None`.
+        fitted: `[B, H, n, L, D]`, float32: what ranges are fitted to, where that differs.
+
+    Returns:
+        What `store.encode` would return, or `None` if that has to do it.
+    """
+    if isinstance(store.own_layout, triton.WordLayout):
+        return None if fitted is not None else triton.encode_blocks(store, states, slot, rotation)
+    length = store.block_length
+    if store.own_layout is not None or not cpu.can_encode(
+        store.spec, states.dtype, states.device, length, states.shape[3]
+    ):
+        return None
+    try:
+        return cpu.encode(store.spec, states, length, rotation, num_sinks, (slot - num_sinks) // length, fitted)
+    except cpu.BuildError as error:
+        no_compiler(error)
+        return None
 
 
 def _automatic(query: torch.Tensor, view: "KVView", mask: torch.Tensor | None, scale: float) -> torch.Tensor:
@@ -35,6 +102,15 @@ def _automatic(query: torch.Tensor, view: "KVView", mask: torch.Tensor | None, s
                 return cpu.decode_attention(query, view, mask, scale)
             except cpu.BuildError as error:
                 no_compiler(error)
+    elif view.device.type == "cuda" and not (wants_gradient and torch.is_grad_enabled()):
+        reason = triton.why_unavailable(view.device)
+        if reason is not None:
+            tell_once(f"The GPU kernels cannot run, the slower torch backend is used: {reason}.")
+        else:
+            reason = triton.unsupported(view)
+            if reason is None:
+                return triton.decode_attention(query, view, mask, scale)
+            tell_once(f"The GPU kernels do not read {reason}; the slower torch backend does.")
     return reference.decode_attention(query, view, mask, scale)
 
 
@@ -79,43 +155,12 @@ def decode_attention(
     scale = head_dim**-0.5 if scale is None else scale
     if view.backend in ("auto", "dense"):
         return _automatic(query, view, mask, scale)
-    if view.backend not in _BACKENDS:
+    if view.backend not in available_backends():
+        why = f" {triton.why_unavailable(view.device)}." if view.backend == "triton" else ""
         raise ValueError(
-            f"`backend` must be one of {available_backends()} in this installation, got {view.backend!r}."
+            f"`backend` must be one of {available_backends()} in this installation, got {view.backend!r}.{why}"
         )
     return _BACKENDS[view.backend](query, view, mask, scale)
-
-
-def encode(
-    spec: "QuantSpec",
-    states: torch.Tensor,
-    block_length: int,
-    rotation: "KeyRotation | None" = None,
-    num_sinks: int = 0,
-    first_block: int = 0,
-    fitted: torch.Tensor | None = None,
-) -> cpu.Packed | None:
-    """Quantize and pack whole blocks with compiled code where there is some for these tensors.
-
-    Args:
-        spec: How the tensor is stored.
-        states: `[B, H, N · block_length, D]`.
-        block_length: Tokens of a block.
-        rotation: The rotary embedding to undo first.
-        num_sinks: Slot at which block 0 of the layer begins.
-        first_block: Which block of the layer the first of these is.
-        fitted: `[B, H, N, block_length, D]`, float32: what ranges are fitted to, where that differs.
-
-    Returns:
-        The blocks, or `None`: the quantizer of the method does it then.
-    """
-    if not cpu.can_encode(spec, states.dtype, states.device, block_length, states.shape[3]):
-        return None
-    try:
-        return cpu.encode(spec, states, block_length, rotation, num_sinks, first_block, fitted)
-    except cpu.BuildError as error:
-        no_compiler(error)
-        return None
 
 
 def appender(keys: torch.Tensor, values: torch.Tensor) -> cpu.Appender | None:

@@ -77,14 +77,14 @@ def test_a07_the_quantizer_sees_each_token_once(model, monkeypatch):
             return _original(self, tensor, *args, **kwargs)
 
         monkeypatch.setattr(cls, "quantize", counting)
-    encode = ops.encode
+    encode = ops.encode_blocks
 
-    def counting_compiled(spec, states, *args, **kwargs):
-        packed = encode(spec, states, *args, **kwargs)
+    def counting_compiled(store, states, *args, **kwargs):
+        packed = encode(store, states, *args, **kwargs)
         seen["elements"] += 0 if packed is None else states.numel()
         return packed
 
-    monkeypatch.setattr(ops, "encode", counting_compiled)
+    monkeypatch.setattr(ops, "encode_blocks", counting_compiled)
     keys, values = random_states(1, 2, PROMPT + STEPS, 16)
     cache = quant_cache(model)
     cache.update(keys[:, :, :PROMPT], values[:, :, :PROMPT], 0)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.layer import QuantLayer
-from kvquant_hf.ops import available_backends, cpu, decode_attention, reference
+from kvquant_hf.ops import cpu, decode_attention, reference
 from kvquant_hf.rope import KeyRotation
 
 
@@ -218,10 +218,3 @@ def test_granularities_can_be_swapped():
 def test_shapes_that_do_not_fit_are_named(query, mask, message):
     with pytest.raises(ValueError, match=message):
         decode_attention(query, filled_layer(100).view(), mask)
-
-
-def test_backends_that_are_not_there_are_named():
-    assert available_backends() == ("torch", "cpu")
-    layer = filled_layer(100, backend="triton")
-    with pytest.raises(ValueError, match=r"`backend` must be one of \('torch', 'cpu'\) in this installation"):
-        decode_attention(torch.zeros(2, 4, 1, 32), layer.view())

@@ -2,7 +2,7 @@
 
 from kvquant_hf.ops.cpu.append import Appender, appender
 from kvquant_hf.ops.cpu.build import BuildError
-from kvquant_hf.ops.cpu.encoding import Packed, can_encode, encode
+from kvquant_hf.ops.cpu.encoding import can_encode, encode
 from kvquant_hf.ops.cpu.kernel import decode_attention, unsupported
 
-__all__ = ["Appender", "BuildError", "Packed", "appender", "can_encode", "decode_attention", "encode", "unsupported"]
+__all__ = ["Appender", "BuildError", "appender", "can_encode", "decode_attention", "encode", "unsupported"]

@@ -2,7 +2,6 @@
 
 import ctypes
 from array import array
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import torch
 
 from kvquant_hf.ops.cpu.build import BuildError, load, parallel_region
 from kvquant_hf.ops.cpu.tables import offset_tables, start_tables
+from kvquant_hf.storage import EncodedBlocks
 
 if TYPE_CHECKING:
     from kvquant_hf.config import QuantSpec
@@ -17,15 +17,6 @@ if TYPE_CHECKING:
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MAX_BLOCK, _MAX_DIM = 128, 256
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Blocks of codes `[B, H, N, rows, bytes]` with their scales and zero points `[B, H, N, rows, groups]`."""
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-    zero_point: torch.Tensor | None
 
 
 @cache
@@ -76,7 +67,7 @@ def encode(
     num_sinks: int = 0,
     first_block: int = 0,
     fitted: torch.Tensor | None = None,
-) -> Packed | None:
+) -> EncodedBlocks | None:
     """Quantize and pack whole blocks, see `BlockStore.encode`.
 
     With `clip="minmax"` the result is that of `AffineQuantizer` and `PlanarLayout` bit for bit; with `clip="mse"` sums
@@ -92,8 +83,8 @@ def encode(
         fitted: `[B, H, N, block_length, D]`, float32, contiguous: what ranges are fitted to, where that differs.
 
     Returns:
-        The blocks, or `None` where something is not finite or needs parameters in float32: `AffineQuantizer` knows
-        what to do then.
+        The blocks in the common layout, or `None` where something is not finite or needs parameters in float32:
+        `AffineQuantizer` knows what to do then.
 
     Raises:
         BuildError: The code could not be compiled.
@@ -128,4 +119,4 @@ def encode(
     threads = torch.get_num_threads() if parallel and blocks > 1 else 1
     failed = function(args.buffer_info()[0], threads, parallel)
     del tables
-    return None if failed else Packed(codes, scale, zero_point)
+    return None if failed else EncodedBlocks(codes, scale, zero_point)

@@ -1,0 +1,256 @@
+"""What the compiler makes of the decode kernel, without a GPU: registers, spills, shared memory, SASS per element.
+
+    python benchmarks/triton_aot.py                 # every shipped configuration, prints a table and writes JSON
+    python benchmarks/triton_aot.py --subset        # a representative few, as the tests do
+
+Needs Triton with its bundled assembler, no driver; `TRITON_INTERPRET` must not be set. Elements are those of one tile
+of keys plus one of values; instructions are those of the loop over packed tiles, one count per thread. They say what
+the issue slots of a multiprocessor are spent on, not how long anything takes.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="triton-aot-"))
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+from triton.compiler import ASTSource
+
+from kvquant_hf.config import KVQuantConfig
+from kvquant_hf.layer import QuantLayer
+from kvquant_hf.ops.triton import launch as launching
+from kvquant_hf.ops.triton.tuning import Launch, launch_parameters
+from kvquant_hf.rope import KeyRotation
+
+# Shared memory that one program may have, bytes.
+SHARED_LIMIT = {"80": 163 << 10, "90": 227 << 10, "100": 227 << 10, "gfx942": 64 << 10}
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+}
+
+
+def example(head_dim: int, nbits: tuple[int, int], rows: int, rotary: bool, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A query and a view of a small layer with the shapes and strides of a real one."""
+    config = KVQuantConfig().replace(
+        key={"nbits": nbits[0]}, value={"nbits": nbits[1]}, backend="triton", residual_length=128
+    )
+    frequencies = 1 / 10000 ** (torch.arange(head_dim // 2) / (head_dim // 2))
+    layer = QuantLayer(config, KeyRotation(frequencies, head_dim) if rotary else None)
+    states = torch.zeros(2, 8, 1024, head_dim, dtype=dtype)
+    layer.update(states, states)
+    return torch.zeros(2, 8 * rows, 1, head_dim, dtype=dtype), layer.view()
+
+
+def source_of(kernel: Any, arguments: dict[str, Any]) -> Any:
+    """The kernel specialized as the launcher would specialize it for these arguments."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, parameter in enumerate(kernel.params):
+        value, name = arguments[parameter.name], parameter.name
+        if parameter.is_constexpr or (not parameter.do_not_specialize and isinstance(value, int) and value == 1):
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = _TYPES[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+            if not parameter.do_not_specialize and value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+
+
+def compiled(kernel: Any, arguments: dict[str, Any], arch: str, launch: Launch) -> Any:
+    """The kernel compiled for `80`, `90`, `100` (NVIDIA) or `gfx942` (AMD)."""
+    options = {"num_warps": launch.num_warps}
+    if launch.max_registers is not None and arch.isdigit():
+        options["maxnreg"] = launch.max_registers
+    target = GPUTarget("cuda", int(arch), 32) if arch.isdigit() else GPUTarget("hip", arch, 64)
+    return triton.compile(source_of(kernel, arguments), target=target, options=options)
+
+
+def nvidia_facts(binary: Any, arch: str) -> dict[str, Any]:
+    """Registers and spills from the assembler, loads and products from PTX, the loop from SASS."""
+    ptx = binary.asm["ptx"]
+    ptxas = get_ptxas(int(arch)).path
+    with tempfile.TemporaryDirectory() as directory:
+        source, cubin = Path(directory) / "k.ptx", Path(directory) / "k.cubin"
+        source.write_text(ptx)
+        command = [ptxas, "-v", f"--gpu-name={sm_arch_from_capability(int(arch))}", str(source), "-o", str(cubin)]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+        sass = subprocess.run([disassembler, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    stores, loads = map(int, re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report).groups())
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", report)[1]),
+        "spilled_bytes": stores + loads,
+        "wide_loads": len(re.findall(r"cp\.async\.cg\.shared\.global|ld\.global[.\w]*\.v4\.b32", ptx)),
+        "tensor_core": bool(re.search(r"mma\.sync|wgmma|tcgen05\.mma", ptx)),
+        "loop": packed_loop(sass),
+    }
+
+
+def packed_loop(sass: str) -> dict[str, int]:
+    """Instructions of the innermost loop with the most half-precision arithmetic, by mnemonic."""
+    labels: dict[str, int] = {}
+    code: list[tuple[str, str]] = []
+    for line in sass.splitlines():
+        label = re.match(r"^(\.L_x?[\w]*):", line.strip())
+        if label:
+            labels[label[1]] = len(code)
+        found = re.match(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)", line)
+        if found:
+            code.append((found[1], found[2]))
+    loops = []
+    for end, (mnemonic, operands) in enumerate(code):
+        target = re.search(r"`\((\.L_x?\w*)\)", operands)
+        if mnemonic.startswith("BRA") and target and labels.get(target[1], end + 1) <= end:
+            loops.append(code[labels[target[1]] : end + 1])
+    if not loops:
+        return {}
+    half = [sum(name.startswith(("HFMA2", "HMUL2", "HADD2")) for name, _ in loop) for loop in loops]
+    most = max(half)
+    best = min((loop for loop, count in zip(loops, half, strict=True) if count > most / 2), key=len)
+    return dict(Counter(name.split(".")[0] for name, _ in best).most_common())
+
+
+def amd_facts(binary: Any) -> dict[str, Any]:
+    """Registers and spills from the assembly."""
+    text = binary.asm["amdgcn"]
+    return {
+        "registers": int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1]),
+        "spilled_bytes": 4 * int(re.search(r"\.vgpr_spill_count:\s+(\d+)", text)[1]),
+        "wide_loads": len(re.findall(r"(?:global|buffer)_load_dwordx4", text)),
+        "tensor_core": "v_mfma" in text,
+        "loop": {},
+    }
+
+
+def measure(case: dict[str, Any], launch: Launch | None = None) -> dict[str, Any]:
+    """Compile one configuration and collect what is known about it."""
+    arch, head_dim, nbits, rows = case["arch"], case["head_dim"], case["nbits"], case["rows"]
+    if launch is None:
+        launch = launch_parameters(head_dim, min(nbits), arch)
+    from kvquant_hf.ops.triton.decode_kernel import decode_split_kernel
+
+    query, view = example(head_dim, nbits, rows, case["rotary"], case.get("dtype", torch.bfloat16))
+    _, arguments = launching.split_arguments(query, view, case.get("mask"), head_dim**-0.5, launch)
+    arguments["ASM"] = arch.isdigit()
+    with contextlib.redirect_stdout(io.StringIO()):
+        binary = compiled(decode_split_kernel, arguments, arch, launch)
+    facts = nvidia_facts(binary, arch) if arch.isdigit() else amd_facts(binary)
+    threads = launch.num_warps * (32 if arch.isdigit() else 64)
+    elements = 2 * launch.BN * head_dim
+    total = sum(facts["loop"].values())
+    return {
+        **{name: value for name, value in case.items() if name not in ("dtype", "mask")},
+        **vars(launch),
+        "shared_bytes": binary.metadata.shared,
+        "shared_limit": SHARED_LIMIT[arch],
+        **facts,
+        "instructions_per_element": round(total * threads / elements, 2) if total else None,
+    }
+
+
+def cases(subset: bool) -> list[dict[str, Any]]:
+    """Configurations to compile."""
+    if subset:
+        shapes = [(64, (4, 4), 4, True), (128, (2, 2), 4, True), (128, (4, 4), 8, True), (256, (4, 4), 4, True)]
+        picked = [(shape, "90") for shape in shapes] + [(shapes[2], arch) for arch in ("80", "100", "gfx942")]
+    else:
+        widths = [(2, 2), (3, 3), (4, 4), (4, 2), (8, 8)]
+        shapes = [(d, bits, 4, True) for d in (64, 128, 256) for bits in widths]
+        shapes += [(128, (4, 4), 16, True), (128, (4, 4), 4, False), (128, (2, 2), 4, False)]
+        picked = [(shape, arch) for shape in shapes for arch in ("80", "90", "100")]
+        picked += [(shape, "gfx942") for shape in shapes if shape[0] <= 128 and shape[1] in ((2, 2), (4, 4))]
+    return [
+        {"arch": arch, "head_dim": d, "nbits": bits, "rows": rows, "rotary": rotary}
+        for (d, bits, rows, rotary), arch in picked
+    ]
+
+
+def faults(row: dict[str, Any]) -> list[str]:
+    """What a configuration must not show."""
+    found = []
+    if row["spilled_bytes"]:
+        found.append(f"spills {row['spilled_bytes']} bytes")
+    if row["shared_bytes"] > row["shared_limit"]:
+        found.append(f"wants {row['shared_bytes']} bytes of shared memory of {row['shared_limit']}")
+    if not row["wide_loads"]:
+        found.append("has no 16-byte loads")
+    if not row["tensor_core"]:
+        found.append("has no tensor core instructions")
+    return found
+
+
+def merged(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a file with those of this run in place of older ones."""
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["arch"].rjust(8), row["head_dim"], tuple(row["nbits"]), row["rows"], row["rotary"]
+
+    old = json.loads(path.read_text())["configurations"] if path.is_file() else []
+    table = {key(row): row for row in [*old, *rows]}
+    return [table[name] for name in sorted(table)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--subset", action="store_true", help="a representative few")
+    parser.add_argument("--arch", nargs="*", help="only these architectures")
+    parser.add_argument("--head-dim", nargs="*", type=int, help="only these head sizes")
+    parser.add_argument("--json", type=Path, help="where to write the table; rows of other configurations stay")
+    options = parser.parse_args()
+    rows = []
+    print(
+        f"{'arch':>7} {'D':>4} {'K/V':>5} {'rows':>4} {'RoPE':>4} {'BN':>4} {'warps':>5} {'st':>2} "
+        f"{'regs':>4} {'spill':>5} {'shared':>7} {'i/elt':>5}  faults"
+    )
+    chosen = [
+        case
+        for case in cases(options.subset)
+        if (not options.arch or case["arch"] in options.arch)
+        and (not options.head_dim or case["head_dim"] in options.head_dim)
+    ]
+    for case in chosen:
+        row = measure(case)
+        rows.append(row)
+        per_element = "" if row["instructions_per_element"] is None else f"{row['instructions_per_element']:.2f}"
+        print(
+            f"{row['arch']:>7} {row['head_dim']:>4} {row['nbits'][0]}/{row['nbits'][1]:<3} {row['rows']:>4} "
+            f"{'yes' if row['rotary'] else 'no':>4} {row['BN']:>4} {row['num_warps']:>5} {row['num_stages']:>2} "
+            f"{row['registers']:>4} {row['spilled_bytes']:>5} {row['shared_bytes']:>7} {per_element:>5}  "
+            f"{', '.join(faults(row))}",
+            flush=True,
+        )
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        rows = merged(options.json, rows)
+        versions = {"triton": triton.__version__, "torch": torch.__version__}
+        options.json.write_text(json.dumps({"versions": versions, "configurations": rows}, indent=1) + "\n")
+    return int(any(faults(row) for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

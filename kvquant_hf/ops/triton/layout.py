@@ -1,0 +1,227 @@
+"""How codes lie in memory for the GPU kernels: 32-bit words along the channels of one token.
+
+Everything here is plain PyTorch, so that a cache in this layout can be read, saved and tested anywhere.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from kvquant_hf.config import QuantSpec
+from kvquant_hf.quantizers import QuantizedGroups
+from kvquant_hf.rope import KeyRotation
+from kvquant_hf.storage import EncodedBlocks
+
+# Rotation in float16 must not overflow: sqrt(2) times this stays below the largest float16, 65504.
+MAX_MAGNITUDE = 32768.0
+
+
+@dataclass(frozen=True)
+class ChannelOrder:
+    """In which order the channels of a head are stored.
+
+    Attention sums over channels, so any order serves as long as the query follows it. Rotary pairs are put half a
+    head apart, whatever pairing the model uses, and channels that are not rotated form pairs of angle zero: the
+    kernel then knows one rotation only.
+
+    Attributes:
+        head_dim: Channels, `D`, even.
+        rotary_dim: Rotated channels, `W`; 0 without rotation.
+        offset: First rotated channel.
+        interleaved: Pairs are neighbours (`2i`, `2i + 1`) rather than half a rotary width apart.
+    """
+
+    head_dim: int
+    rotary_dim: int = 0
+    offset: int = 0
+    interleaved: bool = False
+
+    @classmethod
+    def of(cls, rotation: KeyRotation | None, head_dim: int) -> "ChannelOrder":
+        """The order that suits a rotation."""
+        if rotation is None:
+            return cls(head_dim)
+        return cls(head_dim, rotation.rotary_dim, rotation.offset, rotation.pairing == "interleaved")
+
+    @property
+    def is_natural(self) -> bool:
+        """Whether channels stay where they are."""
+        return self.rotary_dim == 0 or (self.rotary_dim == self.head_dim and not self.interleaved)
+
+    def channels(self) -> list[int]:
+        """The channel at each of the `D` stored places."""
+        window = range(self.offset, self.offset + self.rotary_dim)
+        rest = [channel for channel in range(self.head_dim) if channel not in window]
+        half, middle = self.rotary_dim // 2, len(rest) // 2
+        if self.interleaved:
+            first, second = list(window[0::2]), list(window[1::2])
+        else:
+            first, second = list(window[:half]), list(window[half:])
+        return first + rest[:middle] + second + rest[middle:]
+
+
+def word_layouts(
+    specs: tuple[QuantSpec, QuantSpec],
+    block_length: int,
+    head_dims: tuple[int, int],
+    rotation: KeyRotation | None,
+) -> tuple["WordLayout | None", "WordLayout | None"]:
+    """Layouts of keys and values, `None` for a side that the kernels do not read in words."""
+    key, value = specs
+    if any(size % 16 for size in head_dims) or (key.is_quantized and key.granularity != "per_channel"):
+        return None, None
+    if value.is_quantized and value.granularity != "per_token":
+        return None, None
+    keys = WordLayout(key, block_length, ChannelOrder.of(rotation, head_dims[0])) if key.is_quantized else None
+    values = WordLayout(value, block_length, ChannelOrder(head_dims[1])) if value.is_quantized else None
+    return keys, values
+
+
+@cache
+def _place_index(order: ChannelOrder, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(channel of each place, place of each channel)`, int64, `[D]` each."""
+    with torch.inference_mode(False):
+        channels = torch.tensor(order.channels(), device=device)
+        return channels, torch.argsort(channels)
+
+
+@dataclass(frozen=True)
+class WordLayout:
+    """Blocks as rows of int32 words, one row a token, and parameters beside them in words as well.
+
+    With `b` bits and `D` channels a row has `DW = D·b/32` words. Place `c` lies in plane `p = c // (2·DW)`; with
+    `r = c % (2·DW)` it is in word `r // 2` at bit `p·b + 16·(r % 2)`. The two halves of a word hold neighbouring
+    places, so that one 32-bit operation treats two of them, and the planes of a word hold both places of a rotary
+    pair. 3 bits are the low two as above, then `⌈D/32⌉` words of the top bit: that of word `w` and plane `p` in word
+    `w % ⌈D/32⌉` at bit `2·p + w // ⌈D/32⌉` of the same half.
+
+    Parameters: keys have one row per group of tokens, `D/2` words of scales (float16 pairs), then `D/2` of zero
+    points; values have one word a group, the scale in its low half and the zero point in its high half. Symmetric
+    codes have scales only: `D/2` words for keys, one float16 a group for values.
+
+    Attributes:
+        spec: How the tensor is quantized.
+        block_length: Tokens in a block, `L`.
+        order: Order of the channels.
+    """
+
+    spec: QuantSpec
+    block_length: int
+    order: ChannelOrder
+
+    @property
+    def nbits(self) -> int:
+        """Bits per code."""
+        return self.spec.nbits
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.order.head_dim
+
+    @property
+    def along_tokens(self) -> bool:
+        """Whether groups run along tokens (keys) rather than channels (values)."""
+        return self.spec.granularity == "per_channel"
+
+    @property
+    def plane_words(self) -> int:
+        """`DW`: words of a token, those of the top bits of 3-bit codes left out."""
+        return self.head_dim * (2 if self.nbits == 3 else self.nbits) // 32
+
+    @property
+    def row_words(self) -> int:
+        """Words of a token in all."""
+        return self.plane_words + (-(-self.plane_words // 2) if self.nbits == 3 else 0)
+
+    def encode(self, groups: QuantizedGroups) -> EncodedBlocks | None:
+        """Codes and parameters as the kernels read them.
+
+        Args:
+            groups: Rows along tokens `[B, H, n, D, L]` or along channels `[B, H, n, L, D]`.
+
+        Returns:
+            Codes `[B, H, n, L, row_words]` int32 with their parameters, or `None` where numbers are too large for
+            float16 arithmetic.
+        """
+        if not _fit_half(groups, self.nbits):
+            return None
+        codes, scale, zero_point = groups.codes, groups.scale, groups.zero_point
+        if self.along_tokens:
+            codes, scale = codes.transpose(-1, -2), scale.transpose(-1, -2)
+            zero_point = None if zero_point is None else zero_point.transpose(-1, -2)
+            rows = [self._in_places(t) for t in (scale, zero_point) if t is not None]
+            metadata = torch.cat(rows, dim=-1).contiguous().view(torch.int32)
+        elif zero_point is None:
+            metadata = scale.contiguous()
+        else:
+            metadata = torch.stack((scale, zero_point), dim=-1).contiguous().view(torch.int32).squeeze(-1)
+        return EncodedBlocks(self._pack(self._in_places(codes)), None, None, metadata)
+
+    def decode(self, codes: torch.Tensor, metadata: torch.Tensor) -> QuantizedGroups:
+        """The inverse of `encode`."""
+        unpacked = self._in_channels(self._unpack(codes))
+        scale: torch.Tensor
+        zero_point: torch.Tensor | None
+        if self.along_tokens:
+            halves = metadata.contiguous().view(torch.float16)
+            scale = self._in_channels(halves[..., : self.head_dim]).transpose(-1, -2)
+            zero_point = None
+            if not self.spec.symmetric:
+                zero_point = self._in_channels(halves[..., self.head_dim :]).transpose(-1, -2)
+            unpacked = unpacked.transpose(-1, -2)
+        elif self.spec.symmetric:
+            scale, zero_point = metadata, None
+        else:
+            scale, zero_point = metadata.contiguous().view(torch.float16).unflatten(-1, (-1, 2)).unbind(-1)
+        return QuantizedGroups(unpacked.contiguous(), scale, zero_point)
+
+    def _in_places(self, channels: torch.Tensor) -> torch.Tensor:
+        """`[…, D]` in the order of channels, to the order of storage."""
+        return channels if self.order.is_natural else channels[..., _place_index(self.order, channels.device)[0]]
+
+    def _in_channels(self, places: torch.Tensor) -> torch.Tensor:
+        return places if self.order.is_natural else places[..., _place_index(self.order, places.device)[1]]
+
+    def _pack(self, codes: torch.Tensor) -> torch.Tensor:
+        """`[…, D]` uint8 to `[…, row_words]` int32."""
+        width = 2 if self.nbits == 3 else self.nbits
+        parts = codes.unflatten(-1, (-1, self.plane_words, 2)).int()  # plane, word, half
+        low = (parts & ((1 << width) - 1)) << _bits(width, codes.device)
+        words: torch.Tensor = low.sum((-3, -1), dtype=torch.int32)
+        if self.nbits != 3:
+            return words
+        high = (parts >> 2) << _bits(2, codes.device)
+        odd = self.plane_words % 2
+        tops = torch.nn.functional.pad(high.sum((-3, -1), dtype=torch.int32), (0, odd)).unflatten(-1, (2, -1))
+        return torch.cat([words, tops[..., 0, :] | (tops[..., 1, :] << 1)], dim=-1)
+
+    def _unpack(self, words: torch.Tensor) -> torch.Tensor:
+        """`[…, row_words]` int32 to `[…, D]` uint8."""
+        width = 2 if self.nbits == 3 else self.nbits
+        planes = words[..., None, : self.plane_words, None] >> _bits(width, words.device)
+        codes = planes & ((1 << width) - 1)
+        if self.nbits == 3:
+            tops = words[..., self.plane_words :]
+            tops = torch.cat([tops, tops >> 1], dim=-1)[..., : self.plane_words]
+            codes |= ((tops[..., None, :, None] >> _bits(2, words.device)) & 1) << 2
+        return codes.to(torch.uint8).flatten(-3)
+
+
+def _fit_half(groups: QuantizedGroups, nbits: int) -> bool:
+    """Whether dequantized numbers, and their rotations, are finite in float16."""
+    if groups.scale.dtype != torch.float16:
+        return False
+    reach = groups.scale.float() * 2**nbits
+    if groups.zero_point is not None:
+        reach = reach + groups.zero_point.float().abs()
+    return bool((reach <= MAX_MAGNITUDE).all())
+
+
+@cache
+def _bits(width: int, device: torch.device) -> torch.Tensor:
+    """First bit of the code of each plane and half of a word, `[planes, 1, 2]`, int32."""
+    with torch.inference_mode(False):
+        planes = torch.arange(0, 16, width, dtype=torch.int32, device=device)
+        return planes[:, None, None] + torch.tensor([0, 16], dtype=torch.int32, device=device)

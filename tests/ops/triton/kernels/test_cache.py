@@ -1,0 +1,173 @@
+"""A cache in the GPU layout does everything that one in the common layout does, with the same stored values."""
+
+import copy
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from kvquant_hf import QuantCache
+from kvquant_hf.config import KVQuantConfig
+from kvquant_hf.layer import QuantLayer
+from kvquant_hf.ops import available_backends, decode_attention, reference
+from kvquant_hf.ops.triton import WordLayout
+from kvquant_hf.rope import KeyRotation
+
+PRESETS = ["k4v4", "k2v2", "k3v3", "k8v8", "kivi-int2"]
+CONFIG = LlamaConfig(
+    num_hidden_layers=1,
+    hidden_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=64,
+    intermediate_size=64,
+)
+CHANGES = {"residual_length": 16, "sink_length": 4}
+
+
+def states(tokens: int, seed: int, device: torch.device, batch_size: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, batch_size, 2, tokens, 32, generator=generator).to(device)
+    return keys, values
+
+
+def pair_of_caches(preset: str, device: torch.device, tokens: int = 120):
+    """The same tokens in the layout of the GPU backend and in the common one, by prompt and then one by one."""
+    caches = SimpleNamespace(
+        words=QuantCache(CONFIG, preset, backend="triton", **CHANGES),
+        common=QuantCache(CONFIG, preset, backend="torch", **CHANGES),
+    )
+    for cache in (caches.words, caches.common):
+        cache.update(*states(tokens, 0, device), 0)
+        for token in range(3):
+            cache.update(*states(1, 1 + token, device), 0)
+    return caches
+
+
+def assert_same(caches) -> None:
+    for mine, theirs in zip(caches.words.dequantize(0), caches.common.dequantize(0), strict=True):
+        assert torch.equal(mine, theirs)
+    assert caches.words.quantized_length(0) == caches.common.quantized_length(0)
+
+
+def stores_of(cache: QuantCache):
+    return cache.quantized_layer(0)._stores
+
+
+def test_the_backend_is_there():
+    assert "triton" in available_backends()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_values_and_bytes_are_those_of_the_common_layout(preset, device):
+    caches = pair_of_caches(preset, device)
+    assert_same(caches)
+    for store in stores_of(caches.words):
+        assert isinstance(store.own_layout, WordLayout)
+        assert store.codes.dtype == torch.int32
+    mine, theirs = (cache.memory_report() for cache in (caches.words, caches.common))
+    assert {**vars(mine), "unused": 0} == {**vars(theirs), "unused": 0}
+
+
+@pytest.mark.parametrize("act", ["crop-window", "crop-blocks", "reorder", "repeat", "select", "offload", "copy"])
+def test_whatever_is_done_to_the_cache(act, device):
+    caches = pair_of_caches("k2v2", device)
+    for name, cache in vars(caches).items():
+        if act == "crop-window":
+            cache.crop(-5)
+        elif act == "crop-blocks":
+            cache.crop(-50)
+        elif act == "reorder":
+            cache.reorder_cache(torch.tensor([1, 1], device=device))
+        elif act == "repeat":
+            cache.batch_repeat_interleave(2)
+        elif act == "select":
+            cache.batch_select_indices(torch.tensor([1], device=device))
+        elif act == "offload":
+            cache.offload(0)
+            assert {tensor.device.type for tensor in cache.quantized_layer(0)._tensors()} == {"cpu"}
+            cache.prefetch(0)
+        else:
+            setattr(caches, name, pickle.loads(pickle.dumps(copy.deepcopy(cache))))
+    assert_same(caches)
+    rows = caches.words.dequantize(0)[0].shape[0]
+    for cache in (caches.words, caches.common):
+        cache.update(*states(40, 9, device, rows), 0)
+    assert_same(caches)
+
+
+@pytest.mark.parametrize("preset", ["k4v4", "k3v3"])
+def test_saved_caches_load_into_either_layout(preset, device, tmp_path):
+    caches = pair_of_caches(preset, device)
+    files = {}
+    for name, cache in vars(caches).items():
+        cache.save(tmp_path / name)
+        text = (tmp_path / name / "cache.json").read_text()
+        for backend in ("triton", "torch"):
+            (tmp_path / f"{name}-{backend}").mkdir()
+            other = tmp_path / f"{name}-{backend}"
+            saved = "triton" if name == "words" else "torch"
+            (other / "cache.json").write_text(text.replace(f'"backend": "{saved}"', f'"backend": "{backend}"'))
+            (other / "cache.safetensors").write_bytes((tmp_path / name / "cache.safetensors").read_bytes())
+            files[name, backend] = QuantCache.load(other, CONFIG, device=device)
+    assert (tmp_path / "words/cache.safetensors").read_bytes() == (tmp_path / "common/cache.safetensors").read_bytes()
+    want = caches.common.dequantize(0)
+    for (_, backend), cache in files.items():
+        assert isinstance(stores_of(cache)[0].own_layout, WordLayout) == (backend == "triton")
+        for mine, theirs in zip(cache.dequantize(0), want, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_numbers_too_large_turn_the_layer_to_the_common_layout(device):
+    caches = pair_of_caches("k4v4", device)
+    for cache in (caches.words, caches.common):
+        cache.update(*(1e5 * part for part in states(64, 5, device)), 0)
+    assert_same(caches)
+    assert all(store.own_layout is None for store in stores_of(caches.words))
+    view = caches.words.quantized_layer(0).view()
+    with pytest.raises(ValueError, match="`backend='triton'` does not read keys or values too large"):
+        decode_attention(torch.zeros(2, 4, 1, 32, device=device), view)
+
+
+@pytest.mark.parametrize(
+    ("settings", "head_dim", "reason"),
+    [
+        ({"key": {"granularity": "per_token"}}, 32, "keys per_token"),
+        ({"value": {"granularity": "per_channel"}}, 32, "values per_channel"),
+        ({"key": {"rotation": "hadamard"}}, 32, "a Hadamard rotation of pre-RoPE keys"),
+        ({}, 40, "head sizes 40 and 40"),
+        ({}, 272, "head sizes 272 and 272"),
+    ],
+)
+def test_what_the_kernels_cannot_read_is_refused_by_name(settings, head_dim, reason, device):
+    rotation = KeyRotation(1 / 100 ** (torch.arange(16) / 16), head_dim)
+    layer = QuantLayer(KVQuantConfig(backend="triton", residual_length=16).replace(**settings), rotation)
+    layer.update(*(torch.randn(1, 1, 100, head_dim, device=device) for _ in range(2)))
+    query = torch.randn(1, 1, 1, head_dim, device=device)
+    with pytest.raises(ValueError, match=f"`backend='triton'` does not read {reason}"):
+        decode_attention(query, layer.view())
+    assert torch.isfinite(reference.decode_attention(query, layer.view(), None, 0.1)).all()
+
+
+def test_gradients_are_refused(device):
+    layer = QuantLayer(KVQuantConfig(backend="triton", residual_length=16), None)
+    layer.update(*(torch.randn(1, 1, 100, 32, device=device) for _ in range(2)))
+    with pytest.raises(ValueError, match="computes no gradients"):
+        decode_attention(torch.randn(1, 1, 1, 32, device=device, requires_grad=True), layer.view())
+
+
+def test_a_model_decodes_with_it(device):
+    """Greedy tokens of a tiny model are those of the torch backend."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(CONFIG).eval().to(device)
+    ids = torch.randint(3, 64, (2, 60), generator=torch.Generator().manual_seed(0)).to(device)
+    produced = []
+    for backend in ("triton", "torch"):
+        cache = QuantCache(model.config, "k4v4", backend=backend, **CHANGES)
+        produced.append(model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False, pad_token_id=0))
+    assert torch.equal(*produced)

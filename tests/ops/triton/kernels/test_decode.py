@@ -1,0 +1,213 @@
+"""The decode kernels against the float32 twin, on shapes chosen to hurt."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvquant_hf.config import KVQuantConfig
+from kvquant_hf.layer import QuantLayer
+from kvquant_hf.ops import reference
+from kvquant_hf.ops.triton import launch as launching
+from kvquant_hf.ops.triton.tuning import Launch
+from kvquant_hf.rope import KeyRotation
+from tests.ops.triton.kernels.fences import Fences, fence_view, fenced_empty
+
+# Relative L2 error of a head, by the dtype of the queries.
+LIMITS = {torch.float16: 2e-3, torch.float32: 2e-3, torch.bfloat16: 4e-3}
+F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
+SMALL = Launch(BN=32, BND=16, num_warps=4, num_stages=2)
+
+
+def rope(width: int, head_dim: int, offset: int = 0, pairing: str = "half") -> KeyRotation:
+    frequencies = 1 / 1000 ** (torch.arange(width // 2) / (width // 2))
+    return KeyRotation(frequencies, head_dim, offset=offset, pairing=pairing)
+
+
+def kv(key_bits: int, value_bits: int, group: int = 32, **both) -> dict:
+    return {
+        "key": {"nbits": key_bits, "group_size": group, **both},
+        "value": {"nbits": value_bits, "group_size": group, **both},
+    }
+
+
+# id, tokens, then what differs from one row, two heads, one query head each, D 32, float16, RoPE over the whole head.
+CASES = [
+    ("only-sinks", 3, {}),
+    ("sinks-and-window", 19, {}),
+    ("first-block", 52, {}),
+    ("one-token-short-of-a-block", 83, {}),
+    ("one-block-more", 84, {}),
+    ("tile-straddled", 179, {"B": 2, "launch": Launch(64, 16, 4, 2)}),
+    ("many-splits", 700, {"B": 1, "H": 1, "sm": 9}),
+    ("no-sinks", 150, {"sink_length": 0}),
+    ("no-window", 132, {"residual_length": 0, "sink_length": 4}),
+    ("neither", 128, {"residual_length": 0, "sink_length": 0}),
+    ("long-window", 200, {"residual_length": 140, "sink_length": 17}),
+    ("k2v2", 150, {**kv(2, 2), "dtype": BF16}),
+    ("k3v3", 150, kv(3, 3)),
+    ("k8v8", 150, {**kv(8, 8), "dtype": BF16}),
+    ("k2v8", 133, {**kv(2, 8), "G": 3}),
+    ("k8v3", 133, {**kv(8, 3), "dtype": F32}),
+    ("k4v16", 133, {"B": 2, **kv(4, 16), "dtype": BF16}),
+    ("k16v2", 133, {**kv(16, 2), "dtype": F16}),
+    ("symmetric", 133, {**kv(4, 4, symmetric=True), "dtype": BF16}),
+    ("symmetric-k3v2", 133, {**kv(3, 2, symmetric=True)}),
+    ("symmetric-k8v8", 133, {**kv(8, 8, symmetric=True)}),
+    ("group-16", 133, {**kv(4, 2, 16), "D": 64}),
+    ("group-64", 220, {**kv(2, 4, 64), "D": 64}),
+    ("group-128", 300, {**kv(4, 4, 128), "D": 128, "B": 1, "launch": Launch(32, 16, 4, 2)}),
+    ("mixed-groups", 220, {"key": {"group_size": 64}, "value": {"group_size": 16, "nbits": 2}, "D": 64}),
+    ("d16", 133, {"D": 16}),
+    ("d16-k2v2", 133, {"D": 16, **kv(2, 2)}),
+    ("d16-k3v3", 133, {"D": 16, **kv(3, 3)}),
+    ("d48-k3v8", 133, {"D": 48, **kv(3, 8), "rotation": rope(48, 48)}),
+    ("d80", 133, {"D": 80, "dtype": BF16, "rotation": rope(32, 80)}),
+    ("d80-k2v3", 133, {"D": 80, **kv(2, 3), "rotation": rope(80, 80)}),
+    ("d96", 133, {"D": 96, "B": 1}),
+    ("d112-k8v2", 133, {"D": 112, **kv(8, 2, 16), "B": 1}),
+    ("d128", 133, {"B": 2, "H": 1, "D": 128, "dtype": BF16}),
+    ("d192", 100, {"D": 192, "DV": 128, "H": 1}),
+    ("d256", 100, {"D": 256, "dtype": BF16, "H": 1, **kv(2, 4)}),
+    ("other-value-size", 133, {"D": 64, "DV": 32}),
+    ("interleaved", 133, {"rotation": rope(32, 32, 0, "interleaved")}),
+    ("partial-at-the-end", 133, {"rotation": rope(8, 32, 24)}),
+    ("partial-interleaved", 133, {"rotation": rope(12, 32, 10, "interleaved"), "dtype": BF16}),
+    ("post-rope", 133, {"rotation": None}),
+    ("hadamard-both", 150, {"rotation": None, **kv(4, 2, rotation="hadamard")}),
+    ("hadamard-values", 150, {"value": {"rotation": "hadamard"}, "dtype": BF16}),
+    ("hadamard-d80", 133, {"rotation": None, "D": 80, **kv(4, 4, rotation="hadamard")}),
+    ("gqa-7", 133, {"G": 7}),
+    ("gqa-16", 133, {"G": 16, "dtype": BF16}),
+    ("gqa-5-rows-15", 133, {"G": 5, "q_len": 3, "mask": "causal"}),
+    ("rows-16", 133, {"q_len": 16, "mask": "causal"}),
+    ("rows-40", 133, {"G": 5, "q_len": 8, "mask": "causal", "H": 1}),
+    ("bool-mask-per-head", 133, {"B": 2, "G": 2, "mask": "bool", "q_len": 2}),
+    ("bool-mask-shared", 133, {"B": 2, "mask": "shared"}),
+    ("additive-mask", 133, {"B": 2, "G": 2, "mask": "additive", "dtype": BF16}),
+    ("additive-mask-f32-lowest", 133, {"mask": "lowest", "q_len": 2}),
+    ("one-token-only", 133, {"mask": "one"}),
+    ("last-tokens-only", 133, {"mask": "last"}),
+    ("padded", 150, {"B": 3, "padding": [37, 2, 0], "mask": "pads"}),
+    (
+        "padded-hadamard",
+        150,
+        {"B": 2, "padding": [101, 0], "mask": "pads", **kv(4, 4, rotation="hadamard"), "rotation": None},
+    ),
+    ("pads-up-to-the-window", 150, {"B": 2, "padding": [146, 60], "mask": "pads"}),
+    ("outlier-channels", 200, {"outliers": 30.0, "limit": 4.0}),
+    ("small-values", 133, {"magnitude": 2e-3}),
+    ("large-keys", 133, {"magnitude": 300.0, "scale": 1e-5}),
+]
+
+
+def masks(kind: str, b: int, h: int, q: int, t: int, padding: list[int] | None) -> torch.Tensor:
+    random = torch.rand(b, h, q, t, generator=torch.Generator().manual_seed(1))
+    if kind == "causal":
+        return torch.ones(q, t, dtype=torch.bool).tril(t - q)[None, None]
+    if kind == "bool":
+        return random > 0.3
+    if kind == "shared":
+        return random[:1, :1, :1] > 0.3
+    if kind == "additive":
+        return torch.randn(b, h, q, t, generator=torch.Generator().manual_seed(1)).to(BF16)
+    if kind == "lowest":
+        return torch.where(random[:, :1] > 0.3, 0.0, torch.finfo(F32).min)
+    if kind == "one":
+        return (torch.arange(t) == t // 2).expand(b, 1, q, t)
+    if kind == "last":
+        return (torch.arange(t) >= t - 3).expand(b, 1, q, t)
+    assert kind == "pads" and padding is not None
+    return (torch.arange(t) >= torch.tensor(padding)[:, None])[:, None, None, :]
+
+
+def build(
+    tokens: int,
+    device: torch.device,
+    *,
+    B=1,
+    H=2,
+    G=1,
+    D=32,
+    DV=None,
+    dtype=F16,
+    q_len=1,
+    padding=None,
+    mask=None,
+    outliers=0.0,
+    magnitude=1.0,
+    rotation="whole",
+    **settings,
+):
+    """A filled layer, its view, a query and a mask; keys, values and queries are strided views."""
+    generator = torch.Generator().manual_seed(tokens)
+    settings = {"residual_length": 16, "sink_length": 4, "backend": "triton"} | settings
+    layer = QuantLayer(KVQuantConfig().replace(**settings), rope(D, D) if rotation == "whole" else rotation)
+    if padding is not None:
+        layer.set_padding(torch.tensor(padding, device=device))
+    keys = magnitude * torch.randn(B, tokens, H, D, generator=generator)
+    keys[..., 1] += magnitude * outliers
+    values = magnitude * torch.randn(B, tokens, H, DV or D, generator=generator)
+    query = torch.randn(B, q_len, G * H, D, generator=generator).to(dtype).transpose(1, 2).to(device)
+    layer.update(*(states.to(dtype).transpose(1, 2).to(device) for states in (keys, values)))
+    chosen = None if mask is None else masks(mask, B, G * H, q_len, tokens, padding).to(device)
+    return SimpleNamespace(layer=layer, view=layer.view(q_len), query=query, mask=chosen)
+
+
+def error_of_heads(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Relative L2 error, `[B, H_q]`; heads that should be zero count absolutely."""
+    size = want.norm(dim=(2, 3))
+    return (got.float() - want).norm(dim=(2, 3)) / torch.where(size > 0, size, 1.0)
+
+
+def check(tokens, device, monkeypatch, *, ptx=True, launch=SMALL, sm=1, scale=None, limit=1.0, **shape):
+    monkeypatch.setattr(launching, "uses_ptx", lambda: ptx)
+    monkeypatch.setattr(launching, "_multiprocessors", lambda device: sm)
+    case = build(tokens, device, **shape)
+    scale = case.query.shape[3] ** -0.5 if scale is None else scale
+    want = reference.decode_attention(case.query.float(), case.view, case.mask, scale)
+    fences = Fences()
+    view = fence_view(case.view, fences)
+    query = fences.copy(case.query)
+    mask = None if case.mask is None else fences.copy(case.mask)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", fenced_empty(fences))
+        got = launching.decode_attention(query, view, mask, scale, launch)
+    fences.check()
+    assert got.dtype == case.query.dtype and got.shape == want.shape
+    assert torch.isfinite(got).all()
+    error = error_of_heads(got, want)
+    assert (error <= limit * LIMITS[got.dtype]).all(), (error.max().item(), limit * LIMITS[got.dtype])
+
+
+@pytest.mark.parametrize(("tokens", "shape"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_decode_against_the_twin(tokens, shape, device, monkeypatch):
+    check(tokens, device, monkeypatch, **shape)
+
+
+BOTH = ("k2v2", "k3v3", "k8v8", "symmetric-k3v2", "d80-k2v3", "partial-interleaved", "padded", "gqa-16")
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_the_path_without_ptx(name, device, monkeypatch):
+    tokens, shape = next(case[1:] for case in CASES if case[0] == name)
+    check(tokens, device, monkeypatch, ptx=False, **shape)
+
+
+def test_rows_that_attend_to_nothing_give_zeros(device):
+    case = build(133, device, B=2, q_len=2, G=2)
+    mask = torch.ones(2, 1, 2, 133, dtype=torch.bool, device=device)
+    mask[1, :, 0] = False
+    got = launching.decode_attention(case.query, case.view, mask, 0.2, SMALL)
+    assert (got[1, :, 0] == 0).all() and torch.isfinite(got).all()
+    assert (got[0] != 0).all()
+
+
+def test_splits_change_nothing_but_rounding(device, monkeypatch):
+    case = build(420, device, B=1, H=1, dtype=F32)
+    results = []
+    for multiprocessors in (1, 3, 20):
+        monkeypatch.setattr(launching, "_multiprocessors", lambda device, count=multiprocessors: count)
+        results.append(launching.decode_attention(case.query, case.view, None, 0.2, SMALL))
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=2e-3, atol=2e-4)
