@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import torch
 
+from kvquant_hf.storage import ExactTokens
+
 # Elements of poison before and after; a multiple of 16 bytes, so that alignment stays what it is.
 MARGIN = 256
 
@@ -63,7 +65,14 @@ def fence_view(view, fences: Fences):
                 tail.fill_(float("nan") if tensor.is_floating_point() else -1)
                 setattr(store, name, fences.copy(tensor))
     changes = {}
-    for name in ("sinks", "residual", "row_sinks"):
+    if view.residual is not None:
+        windows = []
+        for tensor in view.residual:
+            window = ExactTokens()
+            window.buffer, window.length = fences.copy(tensor), view.window_length
+            windows.append(window)
+        changes["windows"] = tuple(windows)
+    for name in ("sinks", "row_sinks"):
         pair = getattr(view, name)
         if pair is not None:
             changes[name] = tuple(fences.copy(tensor) for tensor in pair)

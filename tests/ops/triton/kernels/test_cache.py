@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 from kvquant_hf import QuantCache
+from kvquant_hf._compat import cache_kwargs
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.layer import QuantLayer
 from kvquant_hf.ops import available_backends, decode_attention, reference
@@ -88,7 +89,8 @@ def test_whatever_is_done_to_the_cache(act, device):
             cache.batch_select_indices(torch.tensor([1], device=device))
         elif act == "offload":
             cache.offload(0)
-            assert {tensor.device.type for tensor in cache.quantized_layer(0)._tensors()} == {"cpu"}
+            stores = cache.quantized_layer(0)._block_stores()
+            assert {tensor.device.type for store in stores for tensor in store.tensors()} == {"cpu"}
             cache.prefetch(0)
         else:
             setattr(caches, name, pickle.loads(pickle.dumps(copy.deepcopy(cache))))
@@ -169,5 +171,5 @@ def test_a_model_decodes_with_it(device):
     produced = []
     for backend in ("triton", "torch"):
         cache = QuantCache(model.config, "k4v4", backend=backend, **CHANGES)
-        produced.append(model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False, pad_token_id=0))
+        produced.append(model.generate(ids, **cache_kwargs(cache), max_new_tokens=4, do_sample=False, pad_token_id=0))
     assert torch.equal(*produced)
