@@ -2,6 +2,7 @@
 
     python benchmarks/triton_aot.py                 # every shipped configuration, prints a table and writes JSON
     python benchmarks/triton_aot.py --subset        # a representative few, as the tests do
+    python benchmarks/triton_aot.py --variants      # other kernels and settings: do they compile, do they spill
 
 Needs Triton with its bundled assembler, no driver; `TRITON_INTERPRET` must not be set. Elements are those of one tile
 of keys plus one of values; instructions are those of the loop over packed tiles, one count per thread. They say what
@@ -18,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from triton.compiler import ASTSource
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.layer import QuantLayer
 from kvquant_hf.ops.triton import launch as launching
+from kvquant_hf.ops.triton import quantize as quantizing
 from kvquant_hf.ops.triton.tuning import Launch, launch_parameters
 from kvquant_hf.rope import KeyRotation
 
@@ -48,16 +52,30 @@ _TYPES = {
 }
 
 
-def example(head_dim: int, nbits: tuple[int, int], rows: int, rotary: bool, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A query and a view of a small layer with the shapes and strides of a real one."""
-    config = KVQuantConfig().replace(
-        key={"nbits": nbits[0]}, value={"nbits": nbits[1]}, backend="triton", residual_length=128
+def example(
+    head_dim: int,
+    nbits: tuple[int, int],
+    rows: int,
+    undone: KeyRotation | None,
+    dtype: torch.dtype = torch.bfloat16,
+    padding: list[int] | None = None,
+    **both: Any,
+) -> tuple[torch.Tensor, QuantLayer]:
+    """A query and a small layer with the shapes and strides of a real one."""
+    config = KVQuantConfig(backend="triton").replace(
+        key={"nbits": nbits[0], **both}, value={"nbits": nbits[1], **both}
     )
-    frequencies = 1 / 10000 ** (torch.arange(head_dim // 2) / (head_dim // 2))
-    layer = QuantLayer(config, KeyRotation(frequencies, head_dim) if rotary else None)
+    layer = QuantLayer(config, undone)
+    if padding is not None:
+        layer.set_padding(torch.tensor(padding))
     states = torch.zeros(2, 8, 1024, head_dim, dtype=dtype)
     layer.update(states, states)
-    return torch.zeros(2, 8 * rows, 1, head_dim, dtype=dtype), layer.view()
+    return torch.zeros(2, 8 * rows, 1, head_dim, dtype=dtype), layer
+
+
+def rope(head_dim: int, width: int, offset: int = 0, pairing: Any = "half") -> KeyRotation:
+    """A rotary embedding of `width` channels."""
+    return KeyRotation(1 / 10000 ** (torch.arange(width // 2) / (width // 2)), head_dim, offset, pairing)
 
 
 def source_of(kernel: Any, arguments: dict[str, Any]) -> Any:
@@ -131,7 +149,7 @@ def packed_loop(sass: str) -> dict[str, int]:
         return {}
     half = [sum(name.startswith(("HFMA2", "HMUL2", "HADD2")) for name, _ in loop) for loop in loops]
     most = max(half)
-    best = min((loop for loop, count in zip(loops, half, strict=True) if count > most / 2), key=len)
+    best = min((loop for loop, count in zip(loops, half, strict=True) if count >= most / 2), key=len)
     return dict(Counter(name.split(".")[0] for name, _ in best).most_common())
 
 
@@ -154,8 +172,8 @@ def measure(case: dict[str, Any], launch: Launch | None = None) -> dict[str, Any
         launch = launch_parameters(head_dim, min(nbits), arch)
     from kvquant_hf.ops.triton.decode_kernel import decode_split_kernel
 
-    query, view = example(head_dim, nbits, rows, case["rotary"], case.get("dtype", torch.bfloat16))
-    _, arguments = launching.split_arguments(query, view, case.get("mask"), head_dim**-0.5, launch)
+    query, layer = example(head_dim, nbits, rows, rope(head_dim, head_dim) if case["rotary"] else None)
+    _, arguments = launching.split_arguments(query, layer.view(), None, head_dim**-0.5, launch)
     arguments["ASM"] = arch.isdigit()
     with contextlib.redirect_stdout(io.StringIO()):
         binary = compiled(decode_split_kernel, arguments, arch, launch)
@@ -164,7 +182,7 @@ def measure(case: dict[str, Any], launch: Launch | None = None) -> dict[str, Any
     elements = 2 * launch.BN * head_dim
     total = sum(facts["loop"].values())
     return {
-        **{name: value for name, value in case.items() if name not in ("dtype", "mask")},
+        **case,
         **vars(launch),
         "shared_bytes": binary.metadata.shared,
         "shared_limit": SHARED_LIMIT[arch],
@@ -190,6 +208,65 @@ def cases(subset: bool) -> list[dict[str, Any]]:
     ]
 
 
+def variants() -> Iterator[tuple[str, Any, dict[str, Any], Launch]]:
+    """Name, kernel, arguments and launch of what the table leaves out: every branch that the compiler may reject."""
+    from kvquant_hf.ops.triton.combine_kernel import combine_kernel
+    from kvquant_hf.ops.triton.decode_kernel import decode_split_kernel
+
+    boolean, additive = torch.ones(2, 1, 1, 1024, dtype=torch.bool), torch.zeros(2, 1, 1, 1024, dtype=torch.float16)
+    decodes: list[tuple[str, Any, torch.Tensor | None]] = [
+        ("d80 k3v8, partial RoPE, boolean mask", example(80, (3, 8), 1, rope(80, 32), torch.float16), boolean),
+        ("d16 k2v2 symmetric, additive mask", example(16, (2, 2), 3, rope(16, 16), symmetric=True), additive),
+        (
+            "padded, interleaved",
+            example(64, (8, 3), 2, rope(64, 24, 8, "interleaved"), torch.float32, [100, 0]),
+            boolean,
+        ),
+        ("Hadamard, groups of 16", example(128, (4, 2), 4, None, group_size=16, rotation="hadamard"), None),
+        (
+            "k3v3 symmetric, groups of 128",
+            example(128, (3, 3), 4, rope(128, 128), symmetric=True, group_size=128),
+            None,
+        ),
+        ("k16v4", example(64, (16, 4), 4, None), None),
+        ("k4v16", example(128, (4, 16), 4, rope(128, 128)), None),
+    ]
+    for name, (query, layer), mask in decodes:
+        view = layer.view()
+        launch = launch_parameters(query.shape[3], min(view.key_store.spec.nbits, view.value_store.spec.nbits), "90")
+        _, arguments = launching.split_arguments(query, view, mask, 0.1, launch)
+        yield f"decode {name}", decode_split_kernel, arguments, launch
+        if view.value_store.spec.rotation == "hadamard" or mask is additive:
+            output = torch.empty(query.shape, dtype=query.dtype)
+            found = launching.combine_arguments(arguments["partial"], arguments["partial_lse"], output, view)
+            yield f"combine {name}", combine_kernel, found, launch
+    states = torch.zeros(2, 8, 1024, 128, dtype=torch.bfloat16)
+    for bits, symmetric, value_rotation in ((4, False, "hadamard"), (3, True, "none"), (2, False, "none")):
+        _, layer = example(128, (bits, bits), 1, rope(128, 128), symmetric=symmetric)
+        for store, rotation in zip(layer._block_stores(), (layer.rotation, None), strict=True):
+            if store.spec.granularity == "per_token":
+                store.spec = replace(store.spec, rotation=value_rotation)
+            _, arguments = quantizing.quantize_arguments(store, states, 4, rotation)
+            launch = Launch(0, 0, 4, 1)
+            yield f"quantize {store.spec}", quantizing._kernel(store), arguments, launch
+
+
+def compile_variants(arch: str) -> int:
+    """Compile all variants, print what each needs, and count those that spill."""
+    spilling = 0
+    for name, kernel, arguments, launch in variants():
+        with contextlib.redirect_stdout(io.StringIO()):
+            binary = compiled(kernel, arguments, arch, launch)
+        facts = nvidia_facts(binary, arch)
+        spilling += facts["spilled_bytes"] > 0
+        print(
+            f"{name:<55} {facts['registers']:>4} registers {facts['spilled_bytes']:>5} bytes spilled "
+            f"{binary.metadata.shared:>7} shared",
+            flush=True,
+        )
+    return spilling
+
+
 def faults(row: dict[str, Any]) -> list[str]:
     """What a configuration must not show."""
     found = []
@@ -204,15 +281,18 @@ def faults(row: dict[str, Any]) -> list[str]:
     return found
 
 
-def merged(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of a file with those of this run in place of older ones."""
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Put rows into a file, in place of older ones of the same configurations."""
 
     def key(row: dict[str, Any]) -> tuple[Any, ...]:
         return row["arch"].rjust(8), row["head_dim"], tuple(row["nbits"]), row["rows"], row["rotary"]
 
     old = json.loads(path.read_text())["configurations"] if path.is_file() else []
     table = {key(row): row for row in [*old, *rows]}
-    return [table[name] for name in sorted(table)]
+    versions = {"triton": triton.__version__, "torch": torch.__version__}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"versions": versions, "configurations": [table[name] for name in sorted(table)]}
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def main() -> int:
@@ -221,7 +301,10 @@ def main() -> int:
     parser.add_argument("--arch", nargs="*", help="only these architectures")
     parser.add_argument("--head-dim", nargs="*", type=int, help="only these head sizes")
     parser.add_argument("--json", type=Path, help="where to write the table; rows of other configurations stay")
+    parser.add_argument("--variants", action="store_true", help="compile what the table leaves out, for sm_90")
     options = parser.parse_args()
+    if options.variants:
+        return int(compile_variants("90") > 0)
     rows = []
     print(
         f"{'arch':>7} {'D':>4} {'K/V':>5} {'rows':>4} {'RoPE':>4} {'BN':>4} {'warps':>5} {'st':>2} "
@@ -244,11 +327,8 @@ def main() -> int:
             f"{', '.join(faults(row))}",
             flush=True,
         )
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        rows = merged(options.json, rows)
-        versions = {"triton": triton.__version__, "torch": torch.__version__}
-        options.json.write_text(json.dumps({"versions": versions, "configurations": rows}, indent=1) + "\n")
+        if options.json:  # after each row: a run that is cut off leaves what it has
+            write(options.json, rows)
     return int(any(faults(row) for row in rows))
 
 

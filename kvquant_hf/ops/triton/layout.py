@@ -188,8 +188,9 @@ class WordLayout:
         """`[…, D]` uint8 to `[…, row_words]` int32."""
         width = 2 if self.nbits == 3 else self.nbits
         parts = codes.unflatten(-1, (-1, self.plane_words, 2)).int()  # plane, word, half
-        low = (parts & ((1 << width) - 1)) << _bits(width, codes.device)
-        words: torch.Tensor = low.sum((-3, -1), dtype=torch.int32)
+        words: torch.Tensor = ((parts & ((1 << width) - 1)) << _bits(width, codes.device)).sum(
+            (-3, -1), dtype=torch.int32
+        )
         if self.nbits != 3:
             return words
         high = (parts >> 2) << _bits(2, codes.device)

@@ -19,6 +19,7 @@ elif not ON_GPU:
     collect_ignore_glob = ["test_*.py"]
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m gpu` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if ON_GPU and "tests/ops/triton/kernels" in str(item.path):
