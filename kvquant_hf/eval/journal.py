@@ -35,6 +35,7 @@ class ResponseJournal:
         self._answers: dict[str, deque[Any]] = defaultdict(deque)
         self._pending: list[tuple[str, Any]] = []
         self._pending_calls: list[CallRecord] = []
+        self._expected: int | None = None
         self.calls: list[CallRecord] = []
         for path in sorted(directory.glob("responses-*.jsonl")):
             self._read(path)
@@ -66,10 +67,18 @@ class ResponseJournal:
             res: The answer.
         """
         self._pending.append((self._key(attr, req), res))
+        if len(self._pending) == self._expected:
+            self.commit()
 
-    def add_call(self, call: CallRecord) -> None:
-        """Note the call that the next answers come from."""
+    def add_call(self, call: CallRecord, answers: int | None = None) -> None:
+        """Note the call that the next answers come from.
+
+        Args:
+            call: The call.
+            answers: How many answers it gives, after which the batch is written; unknown where `None`.
+        """
         self._pending_calls.append(call)
+        self._expected = answers
 
     def commit(self) -> None:
         """Write the answers noted since the last time, as one batch."""
@@ -80,7 +89,7 @@ class ResponseJournal:
             file.write(json.dumps(batch) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        self._pending, self._pending_calls = [], []
+        self._pending, self._pending_calls, self._expected = [], [], None
 
     def complete(self, kind: str, requests: Sequence[Any], answer: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
         """Answers to all requests, those found in the file and those that `answer` gives now, in the order asked.

@@ -5,7 +5,7 @@ Importing this module needs the `eval` extra and makes the model known to lm-eva
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +104,10 @@ class KVQuantLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
             self._journal.commit()  # whatever was noted is of earlier, complete batches
         return time.perf_counter()
 
-    def _record(self, cache: QuantCache, new_tokens: int, started: float, kind: str, padding: Sequence[int]) -> None:
-        seconds = time.perf_counter() - started
-        call = CallRecord(cache.memory_report(), new_tokens, seconds, kind, tuple(padding))
+    def _record(self, call: CallRecord, answers: int | None) -> None:
         self.calls.append(call)
         if self._journal is not None:
-            self._journal.add_call(call)
+            self._journal.add_call(call, answers)
 
     def _model_generate(
         self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
@@ -120,8 +118,9 @@ class KVQuantLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
             context, max_length, stop, **generation_kwargs | cache_kwargs(cache)
         )
         mask = generation_kwargs.get("attention_mask", torch.ones_like(context))
-        padding = (mask.shape[1] - mask.sum(1)).tolist()
-        self._record(cache, output[:, context.shape[1] :].numel(), started, "generate", padding)
+        padding = tuple((mask.shape[1] - mask.sum(1)).tolist())
+        new_tokens, seconds = output[:, context.shape[1] :].numel(), time.perf_counter() - started
+        self._record(CallRecord(cache.memory_report(), new_tokens, seconds, "generate", padding), len(context))
         return output
 
     def _model_call(
@@ -134,8 +133,10 @@ class KVQuantLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         cache = self._new_cache()
         with self._autocast():
             logits = chunked_logits(self.model, inps, cache, self.loglikelihood_chunk)
-        # Padding lies to the right here, where no row attends to it and no block of real tokens is moved.
-        self._record(cache, inps.numel(), started, "loglikelihood", [0] * len(inps))
+        # Padding lies to the right here, where no row attends to it and no block of real tokens is moved. How many
+        # requests share these rows is known to lm-eval alone.
+        seconds = time.perf_counter() - started
+        self._record(CallRecord(cache.memory_report(), inps.numel(), seconds, "loglikelihood", (0,)), None)
         return logits
 
     def _loglikelihood_tokens(
@@ -169,8 +170,9 @@ class KVQuantLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
             )
             answers = gather_targets(rows, pieces)
         longest = max(len(row.prefill) for row in rows)
-        padding = [longest - len(row.prefill) for row in rows]
-        self._record(cache, sum(len(row.fed) for row in rows), started, "loglikelihood", padding)
+        padding = tuple(longest - len(row.prefill) for row in rows)
+        scored, seconds = sum(len(row.fed) for row in rows), time.perf_counter() - started
+        self._record(CallRecord(cache.memory_report(), scored, seconds, "loglikelihood", padding), len(answers))
         return answers
 
     def _autocast(self) -> torch.autocast:
