@@ -66,22 +66,37 @@ def _panels(count: int, columns: int = 3) -> tuple[Figure, list[Axes]]:
     return figure, axes[:count]
 
 
-def quality_against_size(panels: Mapping[str, Sequence[Point]], label: str, log: bool = False) -> Figure:
+def quality_against_size(
+    panels: Mapping[str, Sequence[Point]], label: str, log: bool = False, front: bool = False
+) -> Figure:
     """A panel for each title: bits per value to the right, quality upwards.
 
     Args:
         panels: Points by title.
         label: Of the vertical axis.
         log: Logarithmic quality; points at zero are left out, since they have no place on it.
+        front: Join the points of which none other is both smaller and lower (the Pareto front, lower being better).
     """
     with matplotlib.rc_context(_STYLE):
         figure, axes = _panels(len(panels))
         for ax, (title, points) in zip(axes, panels.items(), strict=True):
             _draw_points(ax, [point for point in points if point.value > 0 or not log])
             ax.set(title=title, xlabel="bits per value", ylabel=label)
+            if front:
+                best = pareto_front([(point.bits, point.value) for point in points if point.value > 0 or not log])
+                ax.plot([size for size, _ in best], [loss for _, loss in best], color="grey", linewidth=1, zorder=0)
             if log:
                 ax.set_yscale("log")
     return figure
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points `(size, loss)` of which none other is at most as large and loses less, by size."""
+    front: list[tuple[float, float]] = []
+    for size, loss in sorted(points):
+        if not front or loss < front[-1][1]:
+            front.append((size, loss))
+    return front
 
 
 def _draw_points(ax: Axes, points: Sequence[Point]) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 RESAMPLES = 5000
 CONFIDENCE = 0.95
@@ -25,6 +24,8 @@ def mcnemar(worse: int, better: int) -> float:
     """
     if not worse + better:
         return 1.0
+    from scipy import stats  # the intervals below are used by scoring, which does without the `eval` extra
+
     return float(stats.binomtest(better, worse + better, 0.5).pvalue)
 
 
