@@ -61,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        The exit status: 1 where the run was refused, after one line that says why.
+        The exit status: 1 where the run was refused or could not be done, 130 where it was interrupted, each after
+        one line that says so.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0].startswith("-") and words[0] not in ("-h", "--help"):
@@ -71,7 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run = load_run_file(Path(options.config) if options.config else None, overrides_of(options))
         run_all(run)
-    except (ValueError, FileNotFoundError) as error:
+    except KeyboardInterrupt:
+        print("kvquant_hf.eval: interrupted; the same command goes on where it stopped.", file=sys.stderr)
+        return 130
+    except (ValueError, OSError) as error:  # also of a hub that cannot be reached
         print(f"kvquant_hf.eval: {error}", file=sys.stderr)
         return 1
     print(f"Report: {run.output / 'report.md'}")

@@ -10,7 +10,7 @@ from itertools import takewhile
 from statistics import median
 from typing import Any
 
-from kvquant_hf.eval.runs import CacheRun, Key
+from kvquant_hf.eval.runs import CacheRun, Key, is_measured
 from kvquant_hf.eval.statistics import Interval, mcnemar, mean_interval
 
 # Besides the cache, runs may differ in these; a difference is told, not refused.
@@ -117,7 +117,7 @@ def compare(baseline: CacheRun, run: CacheRun) -> list[Comparison]:
     groups: dict[tuple[str, str, str], list[Key]] = {}
     for key, sample in baseline.samples.items():
         for metric in sample["metrics"]:
-            if isinstance(sample.get(metric), (int, float)):
+            if is_measured(metric, sample.get(metric)):
                 groups.setdefault((key[0], metric, key[1]), []).append(key)
     return [
         _compare(task, metric, filtered, [(baseline.samples[key], run.samples[key]) for key in keys])

@@ -9,7 +9,7 @@ import yaml
 from kvquant_hf.eval.artifacts import write_json, write_text
 from kvquant_hf.eval.compare import Comparison, compare, comparison_table
 from kvquant_hf.eval.plots import Point, heat_maps, quality_against_size, save
-from kvquant_hf.eval.runs import CacheRun, read_run
+from kvquant_hf.eval.runs import CacheRun, is_measured, read_run
 from kvquant_hf.eval.statistics import mean_interval
 
 REPORT = "report.md"
@@ -160,7 +160,7 @@ def _intervals(run: CacheRun) -> list[dict[str, Any]]:
     values: dict[tuple[str, str, str], list[float]] = {}
     for (task, kind, _), sample in run.samples.items():
         for metric in sample["metrics"]:
-            if isinstance(sample.get(metric), (int, float)):
+            if is_measured(metric, sample.get(metric)):
                 values.setdefault((task, metric, kind), []).append(float(sample[metric]))
     return [
         {"task": task, "metric": metric, "filter": kind, "interval": mean_interval(found)}

@@ -121,6 +121,8 @@ def load_run_file(path: Path | None, overrides: Mapping[str, Any]) -> RunFile:
     # Tasks whose data are generated read the tokenizer of the model from their metadata.
     visible = {"pretrained": resolved_model, **model_args}
     merged["tasks"] = _task_names(merged.get("tasks"))
+    if str(merged.get("batch_size", "")).isdecimal():
+        merged["batch_size"] = int(merged["batch_size"])  # lm-eval's command line leaves it a text
     settings = EvaluatorConfig(**merged | {"model": MODEL_NAME, "model_args": visible, "log_samples": True})
     return RunFile(name, settings._configure(), caches, resolved_model, model_args, description)
 

@@ -52,10 +52,18 @@ class CacheRun:
         for task, values in self.results["results"].items():
             for name, value in values.items():
                 metric, comma, filtered = name.partition(",")
-                if comma and not metric.endswith("_stderr") and isinstance(value, (int, float)):
+                if comma and not metric.endswith("_stderr") and is_measured(metric, value):
                     error = values.get(f"{metric}_stderr,{filtered}")
                     found[task, metric, filtered] = (float(value), error if isinstance(error, float) else None)
         return found
+
+
+def is_measured(metric: str, value: object) -> bool:
+    """Whether a metric has a value.
+
+    RULER names its metrics by prompt length and gives -1 for the lengths that a sample does not have.
+    """
+    return isinstance(value, (int, float)) and not (metric.isdecimal() and value < 0)
 
 
 def is_run(directory: Path) -> bool:

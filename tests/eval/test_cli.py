@@ -129,7 +129,7 @@ def test_repeating_the_command_runs_nothing_again(run_file, output, monkeypatch)
         assert new.stats == old.stats and new.metrics() == old.metrics() and new.cautions == old.cautions
 
 
-def test_an_interrupted_run_goes_on(run_file, output, tmp_path, monkeypatch):
+def test_an_interrupted_run_goes_on(run_file, output, tmp_path, monkeypatch, capsys):
     whole = find_runs([output])[1]
     arguments = ["run", "--config", str(run_file), "--output_path", str(tmp_path)]
     real, batches = KVQuantLM._model_generate, []
@@ -141,8 +141,8 @@ def test_an_interrupted_run_goes_on(run_file, output, tmp_path, monkeypatch):
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(KVQuantLM, "_model_generate", killed_in_the_ninth)
-    with pytest.raises(KeyboardInterrupt):
-        main(arguments)
+    assert main(arguments) == 130
+    assert "the same command goes on" in capsys.readouterr().err
     assert not (tmp_path / "report.md").exists()
     assert len(find_runs([tmp_path])) == 1
     assert main(arguments) == 0

@@ -151,3 +151,11 @@ def test_files_survive_odd_separators_and_hide_paths(tmp_path):
     write_json_lines(tmp_path / "x.jsonl", rows)
     assert read_json_lines(tmp_path / "x.jsonl") == rows and len(list(tmp_path.iterdir())) == 1
     assert replaced({"/a/b": ["/a/b/c", 1, ("/a/b",)]}, "/a/b", "m") == {"m": ["m/c", 1, ["m"]]}
+
+
+def test_lengths_that_a_sample_lacks_are_left_out(make):
+    """RULER gives every sample a metric for each length, -1 where it has another one."""
+    names = ["4096", "512"]
+    rows = [sample(i, 1, "t", **{"metrics": names, "512": [1.0, -1][i], "4096": [-1, 0.0][i]}) for i in range(2)]
+    found = {item.metric: item for item in compare(read_run(make("a", rows)), read_run(make("b", rows)))}
+    assert {name: (item.samples, item.baseline) for name, item in found.items()} == {"512": (1, 1.0), "4096": (1, 0.0)}

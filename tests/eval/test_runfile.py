@@ -107,6 +107,7 @@ def test_directories_change_with_what_decides_the_answers(load):
     assert same.startswith("k4v4-") and directory() == same
     assert directory({"output_path": "elsewhere", "verbosity": "INFO"}, description="other words") == same
     assert directory(caches=[{"name": "k4v4", "quant": KVQuantConfig.from_preset("k4v4").to_dict()}]) == same
+    assert directory({"batch_size": "2"}) == directory(batch_size=2)
     others = [
         directory(caches=[{"name": "k4v4", "quant": "k4v4,residual_length=64"}]),
         directory({"limit": 4}),
