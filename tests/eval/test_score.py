@@ -189,6 +189,8 @@ def test_first_divergence_is_that_of_generate():
         found.append(expected)
         assert first_divergence(model, prompt, text, DynamicCache(config=model.config)) == 24
     assert min(found) < 24
+    other = torch.cat([(text[:1] + 1) % VOCAB_SIZE, text[1:]])
+    assert first_divergence(model, prompt, other, DynamicCache(config=model.config)) == 0
     assert summarize_divergence([3, 24, 24], 24) == {"tokens": 24, "first": [3, 24, 24], "median": 24.0, "never": 2}
     assert Divergence(8, (1, 2)).median == 1.5
 
