@@ -4,19 +4,20 @@
     python scripts/score.py --model DIR --quant k8v8 k4v4 k2v2,residual_length=64 my.yaml --text wiki.test.raw
     python scripts/score.py --model DIR --quant k4v4 --baseline hf-quanto hf-quanto:2 hf-hqq --text book.txt \
         --start "Chapter 13" --chunks 2 --text LICENSE --chunks 1 --json out/score.json
+    python scripts/score.py --model prepared:smollm2-135m prepared:qwen2.5-coder-0.5b --all-presets \
+        --text wiki.test.raw --chunks 8 --divergence 128 --report out/score
 
 A window of --context tokens is fed as a prefill of --prefill tokens and then in pieces of --step tokens, each of which
 attends to what the cache gives back; every token after the prefill is scored. `bits` count everything that the cache
 of a 16-bit model holds after such a window; `bits (q)` the quantized part alone, scales and zero points included.
 --text may be repeated; --start and --chunks then hold for the texts in their order (one --chunks holds for all).
+--report writes plots, markdown and JSON, and lets an interrupted run go on when the command is repeated.
 """
 
 import argparse
 import hashlib
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -31,7 +32,6 @@ from kvquant_hf.eval import (
     CacheFactory,
     HeldBits,
     Protocol,
-    Score,
     baseline_factory,
     load_text,
     locate,
@@ -41,15 +41,23 @@ from kvquant_hf.eval import (
     score_windows,
     token_windows,
 )
+from kvquant_hf.eval.artifacts import write_json
 from kvquant_hf.eval.bits import layer_shapes
+from kvquant_hf.eval.divergence import Divergence, first_divergence, greedy_text
+from kvquant_hf.eval.environment import package_versions
+from kvquant_hf.eval.models import model_fingerprint, model_name, resolve_model
 from kvquant_hf.eval.score import REFERENCE
+from kvquant_hf.eval.score_report import ModelScores, table, write_score_report
+from kvquant_hf.eval.score_store import FileStore
 
 BITS_DTYPE = torch.bfloat16
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="directory or hub id")
+    parser.add_argument(
+        "--model", nargs="+", required=True, metavar="NAME", help="directories, hub ids or prepared:NAME"
+    )
     parser.add_argument(
         "--quant",
         nargs="+",
@@ -79,6 +87,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--attn", default="sdpa", metavar="NAME", help="attention implementation (default sdpa)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1: safe on a shared machine)")
+    parser.add_argument(
+        "--divergence",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also find where greedy text after each prefill leaves the dense cache's, looking at N tokens",
+    )
+    parser.add_argument("--report", type=Path, metavar="DIR", help="also write a report with plots; resumable")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write everything to this file")
     options = parser.parse_args(arguments)
     if len(options.start) > len(options.text):
@@ -89,6 +105,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.chunks *= len(options.text)
     if len(options.chunks) != len(options.text):
         parser.error(f"{len(options.chunks)} times --chunks for {len(options.text)} --text")
+    if options.divergence < 0:
+        parser.error(f"--divergence must be at least 0, got {options.divergence}")
     if options.all_presets:
         options.quant += [name for name in list_presets() if name not in options.quant]
     if not options.quant and not options.baseline:
@@ -138,32 +156,55 @@ def measure_bits(
     return {name: replayed_bits(make, shapes, protocol.pieces(), BITS_DTYPE) for name, make in makers.items()}
 
 
-def table(scores: dict[str, Score], bits: dict[str, HeldBits]) -> str:
-    width = max(len(name) for name in scores)
-    lines = [f"{'cache':<{width}}   bits  bits (q)  perplexity    ratio       KL  top-1"]
-    dense = scores[REFERENCE].perplexity
-    for name, score in scores.items():
-        quantized = bits[name].bits_per_value_quantized
-        quantized_text = "-" if quantized is None else f"{quantized:.2f}"
-        lines.append(
-            f"{name:<{width}}  {bits[name].bits_per_value:>5.2f}  {quantized_text:>8}"
-            f"  {score.perplexity:>10.3f}  {score.perplexity / dense:>7.4f}  {score.kl:>7.5f}  {score.top1:>5.3f}"
-        )
-    return "\n".join(lines)
+def measure_divergence(
+    options: argparse.Namespace,
+    model: PreTrainedModel,
+    windows: torch.Tensor,
+    factories: dict[str, CacheFactory],
+    store: FileStore | None,
+) -> dict[str, Divergence]:
+    """First differences of greedy text by cache name."""
+    tokens = options.divergence
+    first: dict[str, list[int]] = {name: [] for name in factories} if tokens else {}
+    for window in tqdm(windows, desc="greedy text", unit="window", disable=None if tokens else True):
+        text: torch.Tensor | None = None
+        for name in first:
+            count = None if store is None else store.get_divergence(name, window, tokens)
+            if count is None:
+                prompt = window[: options.prefill]
+                text = greedy_text(model, prompt, tokens) if text is None else text
+                count = first_divergence(model, prompt, text, factories[name]())
+                if store is not None:
+                    store.put_divergence(name, window, tokens, count)
+            first[name].append(count)
+    return {name: Divergence(tokens, tuple(counts)) for name, counts in first.items()}
 
 
-def run(options: argparse.Namespace) -> dict[str, object]:
-    torch.set_num_threads(options.threads)
-    logging.disable_progress_bar()
+def open_store(options: argparse.Namespace, resolved: str, configs: dict[str, KVQuantConfig]) -> FileStore | None:
+    """Where scores are kept between runs, if a report is asked for."""
+    if options.report is None:
+        return None
+    setting = {
+        "model": model_fingerprint(resolved),
+        "protocol": [options.context, options.prefill, options.step],
+        "types": [options.dtype, options.attn, options.device],
+        "versions": package_versions(),
+    }
+    return FileStore(options.report / "chunks.jsonl", setting, {name: c.to_dict() for name, c in configs.items()})
+
+
+def score_model(
+    options: argparse.Namespace, resolved: str, windows: torch.Tensor
+) -> tuple[ModelScores, dict[str, KVQuantConfig]]:
+    """All caches of one model."""
     protocol = Protocol(options.context, options.prefill, options.step)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    windows, texts = read_windows(options, tokenizer)
     model = AutoModelForCausalLM.from_pretrained(
-        options.model, dtype=getattr(torch, options.dtype), attn_implementation=options.attn
+        resolved, dtype=getattr(torch, options.dtype), attn_implementation=options.attn
     )
     model = model.to(options.device).eval()
     windows = windows.to(options.device)
     factories, configs = cache_factories(options, model)
+    store = open_store(options, resolved, configs)
     total = len(windows) * protocol.scored * (1 + len(factories))
     with tqdm(total=total, unit="tok", desc="scoring", disable=None) as bar:
 
@@ -171,49 +212,55 @@ def run(options: argparse.Namespace) -> dict[str, object]:
             bar.set_postfix_str(name, refresh=False)
             bar.update(tokens)
 
-        scores = score_windows(model, windows, factories, protocol, progress)
+        scores = score_windows(model, windows, factories, protocol, progress, store)
+    divergence = measure_divergence(options, model, windows, factories, store)
     bits = measure_bits(model, windows[0], factories, protocol)
+    return ModelScores(model_name(resolved), scores, bits, divergence), configs
 
-    model_name = Path(options.model).name if Path(options.model).is_dir() else options.model
-    tokens = scores[REFERENCE].tokens
-    print(f"{model_name}, {options.dtype}, {len(windows)} windows of {options.context} tokens, {tokens} scored")
-    print(table(scores, bits))
-    results = [
-        {
-            "model": model_name,
-            "quant": name,
-            "bits_per_value": bits[name].bits_per_value,
-            "bits_per_value_quantized": bits[name].bits_per_value_quantized,
-            "memory_bytes": bits[name].memory_bytes,
-            "perplexity": score.perplexity,
-            "ratio": score.perplexity / scores[REFERENCE].perplexity,
-            "kl": score.kl,
-            "top1": score.top1,
-            "tokens": score.tokens,
-        }
-        for name, score in scores.items()
-    ]
-    return {
+
+def run(options: argparse.Namespace) -> tuple[list[ModelScores], dict[str, object]]:
+    torch.set_num_threads(options.threads)
+    logging.disable_progress_bar()
+    Protocol(options.context, options.prefill, options.step)  # refused before a model is loaded
+    measured: list[ModelScores] = []
+    configs: dict[str, KVQuantConfig] = {}
+    texts: list[dict[str, object]] = []
+    resolved_models = [resolve_model(name) for name in options.model]
+    for resolved in resolved_models:
+        windows, texts = read_windows(options, AutoTokenizer.from_pretrained(resolved))
+        scored, configs = score_model(options, resolved, windows)
+        measured.append(scored)
+        tokens = scored.scores[REFERENCE].tokens
+        print(f"{scored.model}, {options.dtype}, {len(windows)} windows of {options.context} tokens, {tokens} scored")
+        print(table(scored))
+    return measured, {
         "environment": run_environment(options.device),
-        "protocol": {**asdict(protocol), "dtype": options.dtype, "attention": options.attn},
+        "protocol": {
+            "context": options.context,
+            "prefill": options.prefill,
+            "step": options.step,
+            "dtype": options.dtype,
+            "attention": options.attn,
+        },
         "bits_dtype": str(BITS_DTYPE).removeprefix("torch."),
         "texts": texts,
         "configs": {name: config.to_dict() for name, config in configs.items()},
-        "results": results,
+        "results": [row for scored in measured for row in scored.rows()],
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
-        report = run(options)
+        measured, report = run(options)
     except (ValueError, ImportError, OSError) as error:
         print(f"score.py: {error}", file=sys.stderr)
         return 1
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, report)
         print(f"Written to {options.json}", file=sys.stderr)
+    if options.report:
+        print(f"Report: {write_score_report(options.report, measured, report)}", file=sys.stderr)
     return 0
 
 

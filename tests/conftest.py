@@ -1,4 +1,7 @@
-"""Settings every test runs under: no hub, one thread, poisoned fresh memory, upstream deprecations as errors."""
+"""Settings every test runs under: no hub, one thread, poisoned fresh memory, upstream deprecations as errors.
+
+Also a tiny random model in a directory, and a text.
+"""
 
 import os
 
@@ -42,7 +45,7 @@ def _seeded() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory like a real model's: two Llama layers with far from uniform attention, a byte-level tokenizer."""
+    """Two Llama layers and a byte-level tokenizer, no end of text; attention is far from uniform."""
     directory = tmp_path_factory.mktemp("models") / "tiny-llama"
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<pad>": 0, "<s>": 1} | {char: i for i, char in enumerate(alphabet, start=2)}

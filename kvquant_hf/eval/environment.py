@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-_PACKAGES = ("kvquant-hf", "torch", "transformers", "numpy", "optimum-quanto", "hqq", "triton")
+_PACKAGES = ("kvquant-hf", "torch", "transformers", "numpy", "optimum-quanto", "hqq", "triton", "lm-eval")
 
 
 def run_environment(device: torch.device | str = "cpu") -> dict[str, object]:
@@ -16,7 +16,7 @@ def run_environment(device: torch.device | str = "cpu") -> dict[str, object]:
     device = torch.device(device)
     on_gpu = device.type == "cuda"
     return {
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **package_versions()},
         "commit": _commit(),
         "device": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
         "cpus": os.cpu_count(),
@@ -24,7 +24,8 @@ def run_environment(device: torch.device | str = "cpu") -> dict[str, object]:
     }
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Versions of the installed packages that can change a result, by name."""
     found = {}
     for package in _PACKAGES:
         try:

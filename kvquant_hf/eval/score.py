@@ -6,9 +6,10 @@ history as the cache gives it back. The same is done with `DynamicCache`, the re
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol as TypingProtocol
 
 import torch
 from torch.nn.functional import log_softmax
@@ -19,6 +20,7 @@ from kvquant_hf._compat import cache_kwargs
 
 CacheFactory = Callable[[], Cache]
 REFERENCE = "DynamicCache"
+MOST_BINS = 32
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,32 @@ class Protocol:
         """Tokens of a window whose prediction is scored: all but the prefilled ones."""
         return self.context - self.prefill
 
+    def bins(self) -> list[tuple[int, int]]:
+        """Bounds `(first, end)` of at most 32 nearly equal stretches of the scored positions."""
+        count = min(MOST_BINS, self.scored)
+        return list(pairwise(self.prefill + i * self.scored // count for i in range(count + 1)))
+
     def pieces(self) -> list[tuple[int, int]]:
         """Bounds `(first, end)` of what is fed by each call."""
         bounds = [0, *range(self.prefill, self.context, self.step), self.context]
         return list(pairwise(bounds))
+
+
+@dataclass(frozen=True)
+class ChunkScore:
+    """What one window of text adds up to, by position.
+
+    Attributes:
+        nll: Negative log-likelihoods of the scored tokens, summed over each of the position bins, nats.
+        kl: KL(reference || this), summed likewise, nats.
+        agreed: Tokens at which the likeliest next token is the reference's.
+        tokens: Scored tokens.
+    """
+
+    nll: tuple[float, ...]
+    kl: tuple[float, ...]
+    agreed: tuple[int, ...]
+    tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -65,36 +89,73 @@ class Score:
         kl: Mean of KL(reference || this) over the scored tokens, nats.
         top1: Share of scored tokens at which the likeliest next token is the reference's.
         tokens: Scored tokens.
+        chunks: The windows one by one, for intervals and curves.
     """
 
     perplexity: float
     kl: float
     top1: float
     tokens: int
+    chunks: tuple[ChunkScore, ...] = ()
 
-
-@dataclass
-class _Sums:
-    nll: float = 0.0
-    kl: float = 0.0
-    agreed: int = 0
-    tokens: int = 0
-
-    def add(self, log_probs: torch.Tensor, reference: torch.Tensor, targets: torch.Tensor) -> None:
-        self.nll -= log_probs.gather(-1, targets[:, None]).sum(dtype=torch.float64).item()
-        # A token that the reference rules out adds nothing, where 0 * -inf would be NaN.
-        terms = torch.where(reference == -math.inf, 0.0, reference.exp() * (reference - log_probs))
-        self.kl += terms.sum(dtype=torch.float64).item()
-        self.agreed += int((log_probs.argmax(-1) == reference.argmax(-1)).sum())
-        self.tokens += targets.numel()
-
-    def score(self) -> Score:
-        return Score(
-            perplexity=math.exp(self.nll / self.tokens) if self.nll / self.tokens < 700 else math.inf,
-            kl=self.kl / self.tokens,
-            top1=self.agreed / self.tokens,
-            tokens=self.tokens,
+    @classmethod
+    def of(cls, chunks: Sequence[ChunkScore]) -> "Score":
+        """The score of all windows together."""
+        tokens = sum(sum(chunk.tokens) for chunk in chunks)
+        nll = sum(sum(chunk.nll) for chunk in chunks) / tokens
+        return cls(
+            perplexity=math.exp(nll) if nll < 700 else math.inf,
+            kl=sum(sum(chunk.kl) for chunk in chunks) / tokens,
+            top1=sum(sum(chunk.agreed) for chunk in chunks) / tokens,
+            tokens=tokens,
+            chunks=tuple(chunks),
         )
+
+    def curve(self, name: str) -> list[float]:
+        """Mean of `nll`, `kl` or `agreed` by position bin, over all windows."""
+        sums = [sum(values) for values in zip(*(getattr(chunk, name) for chunk in self.chunks), strict=True)]
+        counts = [sum(values) for values in zip(*(chunk.tokens for chunk in self.chunks), strict=True)]
+        return [total / count for total, count in zip(sums, counts, strict=True)]
+
+
+class ChunkStore(TypingProtocol):
+    """Where scores of windows are kept between runs."""
+
+    def get(self, name: str, window: torch.Tensor) -> ChunkScore | None:
+        """The score of a configuration on a window, if it is known."""
+
+    def put(self, name: str, window: torch.Tensor, score: ChunkScore) -> None:
+        """Keep it."""
+
+
+def token_scores(log_probs: torch.Tensor, reference: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Negative log-likelihood, KL(reference || tested) and agreement of the likeliest token, for each position.
+
+    Args:
+        log_probs: `[n, vocabulary]` of the tested cache.
+        reference: The same of the reference.
+        targets: `[n]`, the tokens that follow.
+
+    Returns:
+        `[3, n]`, float64, on the CPU.
+    """
+    nll = -log_probs.gather(-1, targets[:, None])[:, 0]
+    # A token that the reference rules out adds nothing, where 0 * -inf would be NaN.
+    terms = torch.where(reference == -math.inf, 0.0, reference.exp() * (reference - log_probs))
+    agreed = log_probs.argmax(-1) == reference.argmax(-1)
+    return torch.stack([nll.double(), terms.sum(-1, dtype=torch.float64), agreed.double()]).cpu()
+
+
+def chunk_score(scores: torch.Tensor, protocol: Protocol) -> ChunkScore:
+    """Sums over the position bins of one window, of its `token_scores` `[3, scored]`."""
+    spans = [slice(first - protocol.prefill, end - protocol.prefill) for first, end in protocol.bins()]
+    nll, kl, agreed = ([float(row[span].sum()) for span in spans] for row in scores)
+    return ChunkScore(
+        nll=tuple(nll),
+        kl=tuple(kl),
+        agreed=tuple(round(count) for count in agreed),
+        tokens=tuple(span.stop - span.start for span in spans),
+    )
 
 
 def predictions(
@@ -129,6 +190,7 @@ def score_windows(
     caches: Mapping[str, CacheFactory],
     protocol: Protocol,
     progress: Callable[[str, int], object] | None = None,
+    store: ChunkStore | None = None,
 ) -> dict[str, Score]:
     """Score cache configurations against `DynamicCache` on the same windows.
 
@@ -138,6 +200,7 @@ def score_windows(
         caches: Makers of fresh caches by configuration name.
         protocol: How windows are fed.
         progress: Called with the configuration's name and a number of scored tokens as they are scored.
+        store: Gives the scores of an earlier run and keeps new ones.
 
     Returns:
         Scores by name: the reference under `"DynamicCache"`, then `caches` in their order.
@@ -149,20 +212,46 @@ def score_windows(
         raise ValueError(f"`windows` must have shape [N, {protocol.context}], N >= 1, got {list(windows.shape)}.")
     if REFERENCE in caches:
         raise ValueError(f"`caches` must not use the name {REFERENCE!r}, which is the reference's.")
-    sums = {name: _Sums() for name in (REFERENCE, *caches)}
+    makers: dict[str, CacheFactory] = {REFERENCE: lambda: DynamicCache(config=model.config), **caches}
+    found: dict[str, list[ChunkScore]] = {name: [] for name in makers}
     for window in windows:
-        targets = window[protocol.prefill :]
-        pieces = list(predictions(model, window, DynamicCache(config=model.config), protocol))
-        reference = torch.cat(pieces)
-        sums[REFERENCE].add(reference, reference, targets)
-        if progress is not None:
-            progress(REFERENCE, len(targets))
-        for name, make_cache in caches.items():
-            done = 0
-            for log_probs in predictions(model, window, make_cache(), protocol):
+        for name, score in _score_window(model, window, makers, protocol, progress, store).items():
+            found[name].append(score)
+    return {name: Score.of(chunks) for name, chunks in found.items()}
+
+
+def _score_window(
+    model: PreTrainedModel,
+    window: torch.Tensor,
+    makers: Mapping[str, CacheFactory],
+    protocol: Protocol,
+    progress: Callable[[str, int], object] | None,
+    store: ChunkStore | None,
+) -> dict[str, ChunkScore]:
+    """Scores by name, in the order of `makers`, whose first is the reference."""
+    known = {name: None if store is None else store.get(name, window) for name in makers}
+    reference: torch.Tensor | None = None
+    scores: dict[str, ChunkScore] = {}
+    for name, make_cache in makers.items():
+        score = known[name]
+        if score is not None:
+            if progress is not None:
+                progress(name, protocol.scored)
+        else:
+            if reference is None:
+                # Needed by every configuration that is not known yet, also where the reference's own score is.
+                reference = torch.cat(list(predictions(model, window, makers[REFERENCE](), protocol)))
+            tested = [reference] if name == REFERENCE else predictions(model, window, make_cache(), protocol)
+            parts, done = [], 0
+            # Piece by piece: the predictions of a whole window fill hundreds of megabytes.
+            for log_probs in tested:
                 part = slice(done, done + len(log_probs))
-                sums[name].add(log_probs, reference[part], targets[part])
                 done = part.stop
+                parts.append(token_scores(log_probs, reference[part], window[protocol.prefill :][part]))
                 if progress is not None:
                     progress(name, len(log_probs))
-    return {name: total.score() for name, total in sums.items()}
+            score = chunk_score(torch.cat(parts, dim=1), protocol)
+            if store is not None:
+                store.put(name, window, score)
+        scores[name] = score
+    return scores

@@ -1,44 +1,18 @@
-"""Case A17: evaluation runs that really exercise the cache, with a fresh cache for each call."""
+"""Case A17: generation runs that really exercise the cache, with a fresh cache for each call."""
 
 import warnings
 
 import pytest
 import torch
-from tiny_models import tiny_model
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 pytest.importorskip("lm_eval", reason="needs the `eval` extra")
 
+from eval_tools import SETTINGS
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
 import kvquant_hf.eval.lm as lm_module
 from kvquant_hf.eval.lm import KVQuantLM
-
-SETTINGS = {
-    "key": {"nbits": 4, "group_size": 16},
-    "value": {"nbits": 4, "group_size": 16},
-    "residual_length": 16,
-    "sink_length": 4,
-}
-
-
-def characters_tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {c: i for i, c in enumerate(["<pad>", "<unk>", "</s>", *map(chr, range(32, 127))])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="</s>")
-
-
-@pytest.fixture
-def evaluator():
-    def make(batch_size: int = 1, quant=SETTINGS) -> KVQuantLM:
-        return KVQuantLM(
-            tiny_model("llama"), quant, tokenizer=characters_tokenizer(), batch_size=batch_size, max_length=256
-        )
-
-    return make
 
 
 def prompt(length: int, seed: int) -> str:
@@ -98,15 +72,73 @@ def test_runs_that_quantize_nothing_warn(evaluator):
         evaluator(quant="k4v4").generate_until(generation(30), disable_tqdm=True)
 
 
-def test_multiple_choice_warns_and_dense_settings_do_not(evaluator):
-    requests = [Instance("loglikelihood", {}, (prompt(20, 0), " a"), 0)]
+def test_plain_loglikelihood_warns_and_dense_settings_do_not(evaluator):
+    requests = [Instance("loglikelihood", {}, (prompt(60, 0), " a"), 0)]
     with pytest.warns(UserWarning, match="never reads a cache"):
-        quantized = evaluator().loglikelihood(requests, disable_tqdm=True)
+        quantized = evaluator(loglikelihood_mode="plain").loglikelihood(requests, disable_tqdm=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        dense = evaluator(quant="dense").loglikelihood(requests, disable_tqdm=True)
+        dense = evaluator(quant="dense", loglikelihood_mode="plain").loglikelihood(requests, disable_tqdm=True)
     assert quantized == dense
 
 
 def test_lm_eval_knows_the_model():
     assert get_model("kvquant") is KVQuantLM
+
+
+def test_batches_of_unequal_prompts_warn(evaluator):
+    with pytest.warns(UserWarning, match=r"1 of 2 batches held prompts of different lengths \(up to 30 padding"):
+        lm = evaluator(2)
+        lm.generate_until(generation(30, 90, 60), disable_tqdm=True)
+    assert [call.padding for call in lm.calls] == [(0, 30), (0,)]
+    assert "different lengths" in lm.get_model_info()["kvquant_cautions"][0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        evaluator(2).generate_until(generation(60, 60), disable_tqdm=True)
+        evaluator(2, quant="dense").generate_until(generation(60, 90), disable_tqdm=True)
+
+
+def test_an_interrupted_run_goes_on(evaluator, tmp_path, monkeypatch):
+    requests = generation(30, 90, 60, 45, 30)
+    whole = evaluator(2)
+    expected = whole.generate_until(requests, disable_tqdm=True)
+
+    first = evaluator(2)
+    first.use(SETTINGS, tmp_path)
+    real, batches = KVQuantLM._model_generate, []
+
+    def killed_in_the_third(self, *args, **kwargs):
+        batches.append(args)
+        if len(batches) == 3:
+            raise KeyboardInterrupt
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(KVQuantLM, "_model_generate", killed_in_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        first.generate_until(requests, disable_tqdm=True)
+    monkeypatch.undo()
+    with (tmp_path / "responses-0.jsonl").open("a") as file:
+        file.write('{"responses": [["cut')  # the machine went down within a line
+
+    second = evaluator(2)
+    second.use(SETTINGS, tmp_path)
+    assert second.generate_until(requests, disable_tqdm=True) == expected
+    assert len(second.calls) == len(whole.calls) == 3
+    assert [call.report for call in second.calls] == [call.report for call in whole.calls]
+
+    third = evaluator(2)
+    third.use(SETTINGS, tmp_path)
+    monkeypatch.setattr(third, "_model_generate", None)  # nothing is left to run
+    assert third.generate_until(requests, disable_tqdm=True) == expected
+    assert third.get_model_info()["kvquant_stats"] == second.get_model_info()["kvquant_stats"]
+
+
+def test_settings_are_checked(evaluator):
+    with pytest.raises(
+        ValueError, match=r"`loglikelihood_mode` must be one of .* got 'decoded'\. Did you mean 'decode'"
+    ):
+        evaluator(loglikelihood_mode="decoded")
+    with pytest.raises(ValueError, match="`loglikelihood_chunk` must be an integer >= 1, got 0"):
+        evaluator(loglikelihood_chunk=0)
+    with pytest.raises(FileNotFoundError, match=r"get_model.py nothing"):
+        KVQuantLM("prepared:nothing")

@@ -1,6 +1,7 @@
 """Scoring through the cache: equal to one forward pass where the cache is exact, and the metrics by definition."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,8 +9,13 @@ from tiny_models import VOCAB_SIZE, tiny_model
 from transformers import DynamicCache
 
 from kvquant_hf import KVQuantConfig, QuantCache
-from kvquant_hf.eval import Protocol, score_windows
-from kvquant_hf.eval.score import predictions
+from kvquant_hf._compat import cache_kwargs
+from kvquant_hf.eval import HeldBits, Protocol, score_windows
+from kvquant_hf.eval.divergence import Divergence, first_divergence, greedy_text, summarize_divergence
+from kvquant_hf.eval.plots import pareto_front
+from kvquant_hf.eval.score import ChunkScore, Score, predictions
+from kvquant_hf.eval.score_report import ModelScores, table
+from kvquant_hf.eval.score_store import FileStore
 
 PROTOCOLS = [Protocol(61, 16, 15), Protocol(61, 1, 7), Protocol(61, 60, 64), Protocol(61, 16, 1), Protocol(61, 31, 64)]
 
@@ -83,3 +89,112 @@ def test_score_windows_refuses():
         score_windows(model, windows(context=60), {}, Protocol(61, 16, 15))
     with pytest.raises(ValueError, match="must not use the name"):
         score_windows(model, windows(), {"DynamicCache": lambda: DynamicCache()}, Protocol(61, 16, 15))
+
+
+# ---- windows one by one ----------------------------------------------------------------------------------------
+
+COARSE = KVQuantConfig.from_preset("k2v2").replace(residual_length=0, sink_length=0)
+
+
+@pytest.mark.parametrize("protocol", [Protocol(61, 16, 15), Protocol(200, 1, 7), Protocol(40, 39, 1)])
+def test_bins_cover_the_scored_positions(protocol):
+    bins = protocol.bins()
+    assert bins[0][0] == protocol.prefill and bins[-1][1] == protocol.context and len(bins) <= 32
+    assert all(first[1] == second[0] for first, second in pairwise(bins))
+    widths = [end - first for first, end in bins]
+    assert min(widths) >= 1 and max(widths) - min(widths) <= 1
+
+
+def test_curves_are_means_by_position():
+    model = tiny_model("llama")
+    protocol = Protocol(61, 16, 15)
+    score = score_windows(model, windows(3), {"coarse": lambda: QuantCache(model, COARSE)}, protocol)["coarse"]
+    kl = []
+    for window in windows(3):
+        reference = torch.cat(list(predictions(model, window, DynamicCache(config=model.config), protocol))).double()
+        tested = torch.cat(list(predictions(model, window, QuantCache(model, COARSE), protocol))).double()
+        kl.append((reference.exp() * (reference - tested)).sum(-1))
+    for (first, end), value in zip(protocol.bins(), score.curve("kl"), strict=True):
+        expected = torch.stack(kl)[:, first - 16 : end - 16].mean().item()
+        assert value == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    assert len(score.chunks) == 3 and sum(score.chunks[0].tokens) == protocol.scored
+    assert score.kl == pytest.approx(sum(sum(chunk.kl) for chunk in score.chunks) / score.tokens)
+
+
+def chunk(nll, kl, agreed, tokens=10):
+    return ChunkScore((nll,), (kl,), (agreed,), (tokens,))
+
+
+def test_intervals_are_over_chunks_and_the_ratio_is_paired():
+    bits = HeldBits(16.0, None, 1)
+    dense = Score.of([chunk(10.0 * i, 0.0, 10) for i in range(1, 9)])
+    # Texts differ a lot, but every chunk loses the same: the paired interval is a point.
+    tested = Score.of([chunk(10.0 * i + 1, 0.5, 9) for i in range(1, 9)])
+    measured = ModelScores("m", {"DynamicCache": dense, "x": tested}, {"DynamicCache": bits, "x": bits})
+    intervals = measured.intervals("x")
+    assert intervals["ratio"] == pytest.approx((math.exp(0.1), math.exp(0.1)))
+    assert intervals["kl"] == pytest.approx((0.05, 0.05)) and intervals["top1"] == pytest.approx((0.9, 0.9))
+    row = measured.rows()[1]
+    assert row["ratio"] == pytest.approx(math.exp(0.1)) and row["first_divergence"] is None
+    one = ModelScores("m", {"DynamicCache": Score.of(dense.chunks[:1])}, {"DynamicCache": bits})
+    assert one.intervals("DynamicCache") == {"kl": None, "top1": None, "ratio": None}
+    assert "DynamicCache" in table(one)
+
+
+def test_an_interrupted_run_goes_on(tmp_path):
+    model = tiny_model("llama")
+    protocol = Protocol(61, 16, 15)
+    built = []
+
+    def coarse():
+        built.append(QuantCache(model, COARSE))
+        if len(built) == 3:
+            raise KeyboardInterrupt
+        return built[-1]
+
+    make = {"fine": lambda: QuantCache(model, "k8v8"), "coarse": coarse}
+    expected = score_windows(model, windows(4), make | {"coarse": lambda: QuantCache(model, COARSE)}, protocol)
+    configs = {"coarse": COARSE.to_dict(), "fine": {}}
+    path = tmp_path / "new" / "chunks.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        score_windows(model, windows(4), make, protocol, store=FileStore(path, {"model": 1}, configs))
+    assert len(built) == 3 and len(path.read_text().splitlines()) == 3 * 3 - 1
+    with path.open("a") as file:
+        file.write('{"key": "cut')
+    told = {}
+    progress = lambda name, n: told.update({name: told.get(name, 0) + n})  # noqa: E731 - a counter
+    store = FileStore(path, {"model": 1}, configs)
+    assert score_windows(model, windows(4), make, protocol, progress, store) == expected
+    assert len(built) == 5 and set(told.values()) == {4 * protocol.scored}
+    assert score_windows(model, windows(4), make, protocol, store=FileStore(path, {"model": 1}, configs)) == expected
+    assert len(built) == 5
+    for other in (FileStore(path, {"model": 2}, configs), FileStore(path, {"model": 1}, {"coarse": {"nbits": 9}})):
+        assert other.get("coarse", windows(4)[0]) is None
+    assert store.get("coarse", windows(4)[0]) is not None
+
+
+def test_first_divergence_is_that_of_generate():
+    model = tiny_model("llama")
+    found = []
+    for prompt in windows(4, 50):
+        text = greedy_text(model, prompt, 24)
+        dense = model.generate(prompt[None], max_new_tokens=24, do_sample=False)[0, 50:]
+        assert torch.equal(text, dense)
+        config = KVQuantConfig.from_preset("k3v3").replace(residual_length=16)
+        cache = QuantCache(model, config)
+        quantized = model.generate(prompt[None], max_new_tokens=24, do_sample=False, **cache_kwargs(cache))[0, 50:]
+        differ = (quantized != dense).nonzero()
+        expected = int(differ[0]) if len(differ) else 24
+        assert first_divergence(model, prompt, text, QuantCache(model, config)) == expected
+        found.append(expected)
+        assert first_divergence(model, prompt, text, DynamicCache(config=model.config)) == 24
+    assert min(found) < 24
+    other = torch.cat([(text[:1] + 1) % VOCAB_SIZE, text[1:]])
+    assert first_divergence(model, prompt, other, DynamicCache(config=model.config)) == 0
+    assert summarize_divergence([3, 24, 24], 24) == {"tokens": 24, "first": [3, 24, 24], "median": 24.0, "never": 2}
+    assert Divergence(8, (1, 2)).median == 1.5
+
+
+def test_pareto_front():
+    points = [(5.0, 0.2), (3.0, 0.5), (4.0, 0.6), (9.0, 0.1), (9.0, 0.3), (16.0, 0.1)]
+    assert pareto_front(points) == [(3.0, 0.5), (5.0, 0.2), (9.0, 0.1)]

@@ -1,6 +1,7 @@
 """`scripts/score.py` on a tiny model: the printed and stored figures, and what it refuses."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,40 @@ def test_refuses_with_one_line(
 def test_refuses_incomplete_command_lines(arguments: list[str], more: list[str]) -> None:
     with pytest.raises(SystemExit):
         score.main([*arguments, *more])
+
+
+def test_several_models_in_one_report(
+    tiny_model_dir: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    other = tmp_path / "models" / "other"
+    shutil.copytree(tiny_model_dir, other)
+    out = tmp_path / "report"
+    names = ["k8v8,residual_length=32", "k2v2,residual_length=32"]
+    command = ["--model", str(tiny_model_dir), str(other), "--text", str(text_file), *SHORT, "--chunks", "2"]
+    command += ["--quant", *names, "--divergence", "6", "--report", str(out)]
+    assert score.main(command) == 0
+    printed = capsys.readouterr().out
+    report = json.loads((out / "report.json").read_text())
+    assert [(row["model"], row["quant"]) for row in report["results"]] == [
+        (model, name) for model in ("tiny-llama", "other") for name in ("DynamicCache", *names)
+    ]
+    coarse = report["results"][2]
+    low, high = coarse["intervals"]["kl"]
+    assert low <= coarse["kl"] <= high and len(coarse["curves"]["kl"]) == 32
+    assert coarse["first_divergence"]["tokens"] == 6 and len(coarse["first_divergence"]["first"]) == 2
+    text = (out / "report.md").read_text()
+    assert text.startswith("# Caches scored through the stored history\n\n![pareto](pareto.png)")
+    assert "## tiny-llama" in text and "## other" in text and str(tmp_path) not in text
+    assert all((out / name).stat().st_size for name in ("pareto.png", "pareto.svg", "curves.png", "curves.svg"))
+
+    # The same weights under another name: nothing is scored twice, here or when the command is repeated.
+    assert len((out / "chunks.jsonl").read_text().splitlines()) == 2 * (3 + 2)
+    monkeypatch.setattr("kvquant_hf.eval.score.predictions", None)
+    monkeypatch.setattr(score, "first_divergence", None)
+    assert score.main(command) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_refuses_a_model_that_is_not_prepared(text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert score.main(["--model", "prepared:none", "--text", str(text_file), "--quant", "k4v4"]) == 1
+    assert "get_model.py none" in capsys.readouterr().err

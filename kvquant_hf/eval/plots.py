@@ -1,0 +1,166 @@
+"""Figures of reports, each as PNG and SVG. Needs matplotlib (the `eval` extra)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvquant_hf.eval.statistics import Interval
+
+# Drawn without `pyplot`: no backend is chosen and no global figure list is kept for the program that calls this.
+_STYLE: Any = {
+    "font.size": 9,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "svg.hashsalt": "kvquant_hf",
+    "svg.fonttype": "path",
+}
+_PANEL = (4.6, 3.4)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One cache in a plot of quality against size.
+
+    Attributes:
+        name: Written beside it.
+        bits: Bits per value.
+        value: Its quality.
+        interval: Interval of `value`, if there is one.
+        is_reference: Drawn as a horizontal line instead, the value to be kept.
+    """
+
+    name: str
+    bits: float
+    value: float
+    interval: Interval | None = None
+    is_reference: bool = False
+
+
+def save(figure: Figure, base: Path) -> list[Path]:
+    """Write a figure as `base.png` and `base.svg`.
+
+    Returns:
+        The two paths, the PNG first.
+    """
+    base.parent.mkdir(parents=True, exist_ok=True)
+    paths = [base.with_name(f"{base.name}.{kind}") for kind in ("png", "svg")]
+    with matplotlib.rc_context(_STYLE):
+        figure.savefig(paths[0], dpi=150, bbox_inches="tight")
+        figure.savefig(paths[1], bbox_inches="tight", metadata={"Date": None})
+    return paths
+
+
+def _panels(count: int, columns: int = 3) -> tuple[Figure, list[Axes]]:
+    columns = min(count, columns)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(_PANEL[0] * columns, _PANEL[1] * rows), layout="constrained")
+    axes = list(np.ravel(figure.subplots(rows, columns, squeeze=False)))
+    for unused in axes[count:]:
+        unused.set_visible(False)
+    return figure, axes[:count]
+
+
+def quality_against_size(
+    panels: Mapping[str, Sequence[Point]], label: str, log: bool = False, front: bool = False
+) -> Figure:
+    """A panel for each title: bits per value to the right, quality upwards.
+
+    Args:
+        panels: Points by title.
+        label: Of the vertical axis.
+        log: Logarithmic quality; points at zero are left out, since they have no place on it.
+        front: Join the points of which none other is both smaller and lower (the Pareto front, lower being better).
+    """
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _panels(len(panels))
+        for ax, (title, points) in zip(axes, panels.items(), strict=True):
+            _draw_points(ax, [point for point in points if point.value > 0 or not log])
+            ax.set(title=title, xlabel="bits per value", ylabel=label)
+            if front:
+                best = pareto_front([(point.bits, point.value) for point in points if point.value > 0 or not log])
+                ax.plot([size for size, _ in best], [loss for _, loss in best], color="grey", linewidth=1, zorder=0)
+            if log:
+                ax.set_yscale("log")
+    return figure
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points `(size, loss)` of which none other is at most as large and loses less, by size."""
+    front: list[tuple[float, float]] = []
+    for size, loss in sorted(points):
+        if not front or loss < front[-1][1]:
+            front.append((size, loss))
+    return front
+
+
+def _draw_points(ax: Axes, points: Sequence[Point]) -> None:
+    for point in points:
+        if point.is_reference:
+            ax.axhline(point.value, color="black", linewidth=1, linestyle="--", label=point.name)
+            if point.interval is not None:
+                ax.axhspan(*point.interval, color="black", alpha=0.08)
+            continue
+        low, high = point.interval or (point.value, point.value)
+        errors = [[max(point.value - low, 0.0)], [max(high - point.value, 0.0)]]
+        ax.errorbar(point.bits, point.value, yerr=errors, fmt="o", markersize=4, capsize=2, linewidth=1)
+        ax.annotate(point.name, (point.bits, point.value), textcoords="offset points", xytext=(5, 4), fontsize=7)
+    ax.margins(x=0.2, y=0.15)  # room for the names
+    if any(point.is_reference for point in points):
+        ax.legend(fontsize=7)
+
+
+def heat_maps(
+    panels: Mapping[str, Mapping[tuple[float, float], float]], xlabel: str, ylabel: str, label: str
+) -> Figure:
+    """A grid of values from 0 to 1 for each title.
+
+    Args:
+        panels: Values by `(x, y)`, by title.
+        xlabel: What `x` is.
+        ylabel: What `y` is.
+        label: What the values are.
+    """
+    with matplotlib.rc_context({**_STYLE, "axes.grid": False}):
+        figure, axes = _panels(len(panels))
+        image = None
+        for ax, (title, cells) in zip(axes, panels.items(), strict=True):
+            xs, ys = sorted({x for x, _ in cells}), sorted({y for _, y in cells})
+            grid = [[cells.get((x, y), float("nan")) for x in xs] for y in ys]
+            image = ax.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+            ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
+            ax.set_xticks(range(len(xs)), [f"{x:g}" for x in xs])
+            ax.set_yticks(range(len(ys)), [f"{y:g}" for y in ys])
+        if image is not None:
+            figure.colorbar(image, ax=axes, label=label)
+    return figure
+
+
+def curves(
+    panels: Mapping[str, Mapping[str, Sequence[float]]], xs: Sequence[float], xlabel: str, ylabel: str, log: bool
+) -> Figure:
+    """A line for each name in a panel for each title.
+
+    Args:
+        panels: Values by name, as many as `xs`, by title.
+        xs: Where they lie.
+        xlabel: What `xs` are.
+        ylabel: What the values are.
+        log: Logarithmic values.
+    """
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _panels(len(panels))
+        for ax, (title, lines) in zip(axes, panels.items(), strict=True):
+            for name, values in lines.items():
+                ax.plot(xs, values, marker=".", linewidth=1, label=name)
+            ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
+            if log and any(value > 0 for values in lines.values() for value in values):
+                ax.set_yscale("log")
+            if lines:
+                ax.legend(fontsize=7)
+    return figure

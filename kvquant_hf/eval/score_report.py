@@ -1,0 +1,171 @@
+"""Results of a scoring run: rows with intervals, a table, plots and a markdown report."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvquant_hf.eval.artifacts import write_json, write_text
+from kvquant_hf.eval.bits import HeldBits
+from kvquant_hf.eval.divergence import Divergence, summarize_divergence
+from kvquant_hf.eval.score import REFERENCE, Protocol, Score
+from kvquant_hf.eval.statistics import Interval, mean_interval
+
+
+@dataclass(frozen=True)
+class ModelScores:
+    """One model with all its caches.
+
+    Attributes:
+        model: Its name.
+        scores: By cache, the reference first.
+        bits: What each cache holds, by cache.
+        divergence: First differences of greedy text by cache, where they were measured.
+    """
+
+    model: str
+    scores: Mapping[str, Score]
+    bits: Mapping[str, HeldBits]
+    divergence: Mapping[str, Divergence] = field(default_factory=dict)
+
+    def intervals(self, name: str) -> dict[str, Interval | None]:
+        """95 % bootstrap intervals of `kl`, `top1` and `ratio` of a cache, over chunks of text.
+
+        The perplexity ratio is paired: each chunk's log-likelihoods are set against the reference's of that chunk.
+        """
+        chunks, dense = self.scores[name].chunks, self.scores[REFERENCE].chunks
+        kl = [sum(chunk.kl) / sum(chunk.tokens) for chunk in chunks]
+        top1 = [sum(chunk.agreed) / sum(chunk.tokens) for chunk in chunks]
+        excess = [
+            (sum(chunk.nll) - sum(base.nll)) / sum(chunk.tokens) for chunk, base in zip(chunks, dense, strict=True)
+        ]
+        log_ratio = mean_interval(excess)
+        ratio = None if log_ratio is None else (math.exp(log_ratio[0]), math.exp(log_ratio[1]))
+        return {"kl": mean_interval(kl), "top1": mean_interval(top1), "ratio": ratio}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row a cache, for JSON."""
+        dense = self.scores[REFERENCE].perplexity
+        return [
+            {
+                "model": self.model,
+                "quant": name,
+                "bits_per_value": self.bits[name].bits_per_value,
+                "bits_per_value_quantized": self.bits[name].bits_per_value_quantized,
+                "memory_bytes": self.bits[name].memory_bytes,
+                "perplexity": score.perplexity,
+                "ratio": score.perplexity / dense,
+                "kl": score.kl,
+                "top1": score.top1,
+                "tokens": score.tokens,
+                "intervals": self.intervals(name),
+                "first_divergence": self._divergence(name),
+                "curves": {metric: score.curve(metric) for metric in ("nll", "kl", "agreed")},
+            }
+            for name, score in self.scores.items()
+        ]
+
+    def _divergence(self, name: str) -> dict[str, object] | None:
+        found = self.divergence.get(name)
+        return None if found is None else summarize_divergence(found.first, found.tokens)
+
+
+def table(measured: ModelScores) -> str:
+    """The scores of a model as aligned text."""
+    width = max(len(name) for name in measured.scores)
+    lines = [f"{'cache':<{width}}   bits  bits (q)  perplexity    ratio       KL  {'KL, 95 %':<17}  top-1  diverges"]
+    for row in measured.rows():
+        quantized, interval = row["bits_per_value_quantized"], row["intervals"]["kl"]
+        lines.append(
+            f"{row['quant']:<{width}}  {row['bits_per_value']:>5.2f}"
+            f"  {'-' if quantized is None else f'{quantized:.2f}':>8}"
+            f"  {row['perplexity']:>10.3f}  {row['ratio']:>7.4f}  {row['kl']:>7.5f}"
+            f"  {_interval(interval, '.5f'):<17}  {row['top1']:>5.3f}  {_diverges(row['first_divergence']):>8}"
+        )
+    return "\n".join(lines)
+
+
+def _interval(interval: Interval | None, form: str) -> str:
+    return "-" if interval is None else f"{interval[0]:{form}}–{interval[1]:{form}}"  # noqa: RUF001 - a range
+
+
+def _diverges(found: Mapping[str, Any] | None) -> str:
+    """Median position of the first difference; `>n` where most texts never differ."""
+    if found is None:
+        return "-"
+    return f">{found['tokens']}" if 2 * found["never"] > len(found["first"]) else f"{found['median']:.0f}"
+
+
+def write_score_report(directory: Path, measured: Sequence[ModelScores], report: Mapping[str, Any]) -> Path:
+    """Write `report.md`, `report.json` and the plots `pareto` and `curves` (PNG and SVG).
+
+    Args:
+        directory: Where they go.
+        measured: The models, in order.
+        report: What goes into the JSON file; its `protocol`, `texts` and `environment` are told in words, too.
+
+    Returns:
+        Path of the markdown report.
+    """
+    # Imported here: scoring itself does without matplotlib.
+    from kvquant_hf.eval.plots import Point, curves, quality_against_size, save
+
+    points = {
+        models.model: [
+            Point(row["quant"], row["bits_per_value"], row["kl"], row["intervals"]["kl"]) for row in models.rows()
+        ]
+        for models in measured
+    }
+    save(quality_against_size(points, "KL to the dense cache, nats", log=True, front=True), directory / "pareto")
+    lines = {
+        models.model: {row["quant"]: row["curves"]["kl"] for row in models.rows() if row["quant"] != REFERENCE}
+        for models in measured
+    }
+    options = report["protocol"]
+    protocol = Protocol(options["context"], options["prefill"], options["step"])
+    middles = [(first + end) / 2 for first, end in protocol.bins()]
+    save(curves(lines, middles, "position, tokens", "KL to the dense cache, nats", log=True), directory / "curves")
+    write_json(directory / "report.json", report)
+    write_text(directory / "report.md", "\n".join(_markdown(measured, report)))
+    return directory / "report.md"
+
+
+def _markdown(measured: Sequence[ModelScores], report: Mapping[str, Any]) -> list[str]:
+    protocol, environment = report["protocol"], report["environment"]
+    texts = "; ".join(
+        f"{text['chunks']} windows of {text['text']} from character {text['offset']} (sha256 {text['sha256'][:12]})"
+        for text in report["texts"]
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    lines = ["# Caches scored through the stored history", "", "![pareto](pareto.png)", "![curves](curves.png)", ""]
+    lines += [
+        f"Windows of {protocol['context']} tokens, prefill {protocol['prefill']}, then steps of {protocol['step']}; "
+        f"{protocol['dtype']}, attention `{protocol['attention']}`. {texts}.",
+        "",
+        "`bits` count everything that the cache of a 16-bit model holds, `(q)` the part stored as codes. Intervals "
+        "are 95 % bootstrap intervals over windows. `diverges` is the median number of equal greedy tokens.",
+    ]
+    for models in measured:
+        lines += ["", f"## {models.model}", ""]
+        lines += ["| cache | bits | bits (q) | perplexity | ratio [95 %] | KL [95 %] | top-1 [95 %] | diverges |"]
+        lines += ["| --- " * 8 + "|"]
+        lines += [_markdown_row(row) for row in models.rows()]
+    lines += ["", f"{environment['device']}, {environment['threads']} threads; {versions}; commit "]
+    lines[-1] += f"{environment['commit']}."
+    return [*lines, ""]
+
+
+def _markdown_row(row: Mapping[str, Any]) -> str:
+    quantized, intervals = row["bits_per_value_quantized"], row["intervals"]
+    cells = (
+        f"`{row['quant']}`",
+        f"{row['bits_per_value']:.2f}",
+        "-" if quantized is None else f"{quantized:.2f}",
+        f"{row['perplexity']:.3f}",
+        f"{row['ratio']:.4f} [{_interval(intervals['ratio'], '.4f')}]",
+        f"{row['kl']:.5f} [{_interval(intervals['kl'], '.5f')}]",
+        f"{row['top1']:.3f} [{_interval(intervals['top1'], '.3f')}]",
+        _diverges(row["first_divergence"]),
+    )
+    return "| " + " | ".join(cells) + " |"
