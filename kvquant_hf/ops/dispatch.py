@@ -50,7 +50,9 @@ def block_layouts(
     Returns:
         Layouts for `BlockStore`, `None` for the common one.
     """
-    if backend == "triton" or (backend == "auto" and device.type != "cpu" and triton.why_unavailable(device) is None):
+    if backend == "triton" or (
+        backend in ("auto", "dense") and device.type != "cpu" and triton.why_unavailable(device) is None
+    ):
         return triton.word_layouts(specs, block_length, head_dims, rotation)
     return None, None
 

@@ -26,6 +26,8 @@ MAX_HEAD_DIM = 256
 def unsupported(view: "KVView") -> str | None:
     """Why the kernels cannot read a view, or `None` if they can."""
     key, value = view.key_store, view.value_store
+    if torch.float64 in (view.key_dtype, view.value_dtype):
+        return "float64"
     if key.spec.is_quantized and key.spec.granularity != "per_channel":
         return f"keys {key.spec.granularity}"
     if value.spec.is_quantized and value.spec.granularity != "per_token":

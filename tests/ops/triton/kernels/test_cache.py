@@ -154,6 +154,13 @@ def test_what_the_kernels_cannot_read_is_refused_by_name(settings, head_dim, rea
     assert torch.isfinite(reference.decode_attention(query, layer.view(), None, 0.1)).all()
 
 
+def test_float64_is_left_to_others(device):
+    layer = QuantLayer(KVQuantConfig(backend="triton", residual_length=16), None)
+    layer.update(*(torch.randn(1, 1, 100, 32, device=device, dtype=torch.float64) for _ in range(2)))
+    with pytest.raises(ValueError, match="does not read float64"):
+        decode_attention(torch.randn(1, 1, 1, 32, device=device, dtype=torch.float64), layer.view())
+
+
 def test_gradients_are_refused(device):
     layer = QuantLayer(KVQuantConfig(backend="triton", residual_length=16), None)
     layer.update(*(torch.randn(1, 1, 100, 32, device=device) for _ in range(2)))

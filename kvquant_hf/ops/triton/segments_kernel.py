@@ -1,0 +1,245 @@
+"""The two kinds of tokens that a program of the decode kernel goes through: packed ones and exact ones.
+
+Matrix products have tokens, then channels, on the wide side: `Sᵀ[BN, GP] = K qᵀ` and `Oᵀ[D, GP] = Vᵀ Pᵀ`, since a
+decode step has few query rows and the wide side of a tensor core instruction is at least 16, of a warp group 64.
+Sizes as in `decode_kernel.py`.
+"""
+
+import triton
+import triton.language as tl
+
+from kvquant_hf.ops.triton.blocks_kernel import channel_of_place, load_keys, load_values, place_of_column
+
+# Scores of tokens that are not attended to. Running maxima start at FLOOR, so that their weights are exactly zero
+# even where a row has met no other token.
+MASKED = tl.constexpr(-1e30)
+FLOOR = tl.constexpr(-1e20)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def masked_scores(scores, slot, live, mask_rows, mask_row_live, MASK: tl.constexpr):
+    """Scores `[N, GP]` in units of log2 with the mask applied; `live` `[N]` or `[N, GP]`."""
+    keep = live
+    if MASK > 0:
+        found = tl.load(mask_rows[None, :] + slot[:, None], mask=live & mask_row_live[None, :], other=0)
+        if MASK == 1:
+            keep = live & (found != 0)
+        else:
+            scores += found.to(tl.float32) * LOG2E
+    return tl.where(keep, scores, MASKED)
+
+
+@triton.jit
+def softmax_step(scores, peak, total):
+    """Weights `[N, GP]` of a tile, the new peak and sum `[GP]`, and the factor for what was summed before."""
+    new_peak = tl.maximum(peak, tl.max(scores, 0))
+    decay = tl.exp2(peak - new_peak)
+    weights = tl.exp2(scores - new_peak[None, :])
+    return weights, new_peak, total * decay + tl.sum(weights, 0), decay
+
+
+@triton.jit
+def exact_segment(
+    query,
+    keys,
+    values,
+    count,
+    first_slot,
+    low_slot,
+    high_slot,
+    peak,
+    total,
+    acc,
+    mask_rows,
+    mask_row_live,
+    MASK: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    BND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Tokens `[count, D]` stored as they are; those with slots outside `low_slot … high_slot - 1` are left out."""
+    channel = tl.arange(0, DP)
+    value_channel = tl.arange(0, DVP)
+    for start in range(0, count, BND):
+        token = start + tl.arange(0, BND)
+        here = token < count
+        k = tl.load(
+            keys + token[:, None] * D + channel[None, :], mask=here[:, None] & (channel[None, :] < D), other=0.0
+        )
+        scores = tl.dot(k.to(tl.float32), tl.trans(query), input_precision=PRECISION)
+        slot = first_slot + token
+        live = here & (slot >= low_slot) & (slot < high_slot)
+        scores = masked_scores(scores, slot, live[:, None], mask_rows, mask_row_live, MASK)
+        weights, peak, total, decay = softmax_step(scores, peak, total)
+        v = tl.load(
+            values + token[:, None] * DV + value_channel[None, :],
+            mask=here[:, None] & (value_channel[None, :] < DV),
+            other=0.0,
+        )
+        acc = acc * decay[None, :] + tl.dot(tl.trans(v.to(tl.float32)), weights, input_precision=PRECISION)
+    return peak, total, acc
+
+
+@triton.jit
+def packed_segment(
+    query_rows,
+    row_live,
+    key_codes,
+    key_metadata,
+    value_codes,
+    value_metadata,
+    start_table,
+    offset_table,
+    first_token,
+    last_token,
+    first_slot,
+    hidden_from,
+    hidden_to,
+    mask_rows,
+    mask_row_live,
+    scale,
+    MASK: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
+    KEY_SYMMETRIC: tl.constexpr,
+    KW: tl.constexpr,
+    KWP: tl.constexpr,
+    KROW: tl.constexpr,
+    ROTARY: tl.constexpr,
+    OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    VALUE_GROUP: tl.constexpr,
+    VALUE_SYMMETRIC: tl.constexpr,
+    VW: tl.constexpr,
+    VWP: tl.constexpr,
+    VROW: tl.constexpr,
+    GP: tl.constexpr,
+    BN: tl.constexpr,
+    STAGES: tl.constexpr,
+    PADDED: tl.constexpr,
+    ASM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Tokens `first_token … last_token - 1` of the blocks; slots `hidden_from … hidden_to - 1` are left out."""
+    peak = tl.full([GP], FLOOR, tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    acc = tl.zeros([DVP, GP], tl.float32)
+    if KEY_BITS < 16:
+        PLANES: tl.constexpr = 8 // (2 if KEY_BITS == 3 else KEY_BITS)
+        COLUMNS: tl.constexpr = 2 * KWP * PLANES
+        column = tl.arange(0, COLUMNS)
+        place, real = place_of_column(column, PLANES, KW)
+        real = row_live[:, None] & real[None, :]
+        channel = channel_of_place(place, D, ROTARY, OFFSET, INTERLEAVED)
+        channel2 = channel_of_place(place + D // 2, D, ROTARY, OFFSET, INTERLEAVED)
+        q = tl.load(query_rows[:, None] + channel[None, :], mask=real, other=0.0).to(tl.float32) * scale
+        q2 = tl.load(query_rows[:, None] + channel2[None, :], mask=real, other=0.0).to(tl.float32) * scale
+        half_q = q.to(tl.float16)
+        half_q2 = q2.to(tl.float16)
+        if ROTARY:
+            # Cosines and sines of the offsets in a tile, pairs of float16, the same for every tile.
+            entry = tl.arange(0, BN)[:, None] * COLUMNS + tl.arange(0, KWP * PLANES)[None, :]
+            cosines = tl.reshape(tl.load(offset_table + entry), [BN, KWP, PLANES])
+            sines = tl.reshape(tl.load(offset_table + KWP * PLANES + entry), [BN, KWP, PLANES])
+        else:
+            cosines = 0
+            sines = 0
+    else:
+        column = tl.arange(0, DP)
+        q = (
+            tl.load(
+                query_rows[:, None] + column[None, :], mask=row_live[:, None] & (column[None, :] < D), other=0.0
+            ).to(tl.float32)
+            * scale
+        )
+    for start in tl.range(first_token, last_token, BN, num_stages=STAGES):
+        token = start + tl.arange(0, BN)
+        if KEY_BITS < 16:
+            k, k2 = load_keys(
+                key_codes,
+                key_metadata,
+                cosines,
+                sines,
+                start,
+                last_token,
+                D,
+                KEY_BITS,
+                KEY_GROUP,
+                KEY_SYMMETRIC,
+                KW,
+                KWP,
+                KROW,
+                BN,
+                ROTARY,
+                ASM,
+            )
+            if ROTARY:
+                # q·R(a+b)k = (R(-a)q)·(R(b)k): the query is turned back by the start of the tile.
+                angles = start_table + (start // BN) * (2 * COLUMNS)
+                cosine = tl.load(angles + column)[None, :]
+                sine = tl.load(angles + COLUMNS + column)[None, :]
+                half_q = (q * cosine + q2 * sine).to(tl.float16)
+                half_q2 = (q2 * cosine - q * sine).to(tl.float16)
+            scores = tl.dot(k, tl.trans(half_q))
+            scores = tl.dot(k2, tl.trans(half_q2), acc=scores)
+        else:
+            k = tl.load(
+                key_codes + token[:, None] * D + column[None, :],
+                mask=(token[:, None] < last_token) & (column[None, :] < D),
+                other=0.0,
+            )
+            scores = tl.dot(k.to(tl.float32), tl.trans(q), input_precision=PRECISION)
+        slot = first_slot + token
+        live = token < last_token
+        if PADDED:
+            live = live & ((slot < hidden_from) | (slot >= hidden_to))
+        scores = masked_scores(scores, slot, live[:, None], mask_rows, mask_row_live, MASK)
+        weights, peak, total, decay = softmax_step(scores, peak, total)
+        if VALUE_BITS < 16:
+            v = load_values(
+                value_codes,
+                value_metadata,
+                start,
+                last_token,
+                DV,
+                VALUE_BITS,
+                VALUE_GROUP,
+                VALUE_SYMMETRIC,
+                VW,
+                VWP,
+                VROW,
+                BN,
+                ASM,
+            )
+            acc = tl.dot(tl.trans(v), weights.to(tl.float16), acc=acc * decay[None, :])
+        else:
+            value_column = tl.arange(0, DVP)
+            v = tl.load(
+                value_codes + token[:, None] * DV + value_column[None, :],
+                mask=(token[:, None] < last_token) & (value_column[None, :] < DV),
+                other=0.0,
+            )
+            acc = tl.dot(tl.trans(v.to(tl.float32)), weights, acc=acc * decay[None, :], input_precision=PRECISION)
+    return peak, total, acc
+
+
+@triton.jit
+def store_partial(acc, peak, total, rows, lse_rows, row_live, channel, channel_live):
+    """Output `[DVP, GP]` over its sum of weights, and the log-sum-exp; zeros and `MASKED` without any weight."""
+    alive = total > 0
+    safe = tl.where(alive, total, 1.0)
+    tl.store(
+        rows[None, :] + channel[:, None],
+        acc / safe[None, :],
+        mask=row_live[None, :] & channel_live[:, None],
+    )
+    tl.store(lse_rows, tl.where(alive, peak + tl.log2(safe), MASKED), mask=row_live)
