@@ -259,7 +259,7 @@ def measure_quantization(bench: Bench) -> list[dict[str, Any]]:
             layer.update(states, states)
             stores = layer._block_stores()
             for side, store, rotation in (("key", stores[0], layer.rotation), ("value", stores[1], None)):
-                took = bench.milliseconds(functools.partial(encode_blocks, store, states, 4, rotation))
+                took = bench.milliseconds(functools.partial(encode_blocks, store, states, 4, 4, rotation))
                 moved = states.numel() * (states.element_size() + nbits / 8 + 1 / 8)
                 rows.append(
                     {
@@ -278,27 +278,21 @@ def llama(bench: Bench) -> Any:
     """A randomly initialised model of the shape of Llama-3-8B (tiny in a dry run)."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rope_theta=500000.0,
-        attn_implementation="sdpa",
-    )
+    settings: dict[str, Any] = {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    }
     if bench.dry_run:
-        config = LlamaConfig(
-            vocab_size=64,
-            hidden_size=64,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            attn_implementation="sdpa",
-        )
+        settings |= {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+        settings |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    settings["attn_implementation"] = "sdpa"
+    config = LlamaConfig(**settings)
     default = torch.get_default_dtype()
     torch.set_default_dtype(bench.dtype)
     try:
@@ -358,7 +352,7 @@ def measure_generation(bench: Bench) -> list[dict[str, Any]]:
                 "context": context,
                 "tokens_per_s": round(1e3 * batch / took, 1),
                 "milliseconds": round(took, 3),
-                "kv_bytes": cache.memory_report().total_bytes if name != "dynamic" else None,
+                "kv_bytes": cache.memory_report().total_bytes if isinstance(cache, QuantCache) else None,
                 "peak_bytes": 0 if bench.dry_run else torch.cuda.max_memory_allocated(),
             }
             try:

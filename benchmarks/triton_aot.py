@@ -119,9 +119,10 @@ def nvidia_facts(binary: Any, arch: str) -> dict[str, Any]:
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
         sass = subprocess.run([disassembler, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
-    stores, loads = map(int, re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report).groups())
+    stores = _number(r"(\d+) bytes spill stores", report)
+    loads = _number(r"(\d+) bytes spill loads", report)
     return {
-        "registers": int(re.search(r"Used (\d+) registers", report)[1]),
+        "registers": _number(r"Used (\d+) registers", report),
         "spilled_bytes": stores + loads,
         "wide_loads": len(re.findall(r"cp\.async\.cg\.shared\.global|ld\.global[.\w]*\.v4\.b32", ptx)),
         "tensor_core": bool(re.search(r"mma\.sync|wgmma|tcgen05\.mma", ptx)),
@@ -153,12 +154,20 @@ def packed_loop(sass: str) -> dict[str, int]:
     return dict(Counter(name.split(".")[0] for name, _ in best).most_common())
 
 
+def _number(pattern: str, text: str) -> int:
+    """The number that a report of the compiler gives."""
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"The compiler's report has no {pattern!r}.")
+    return int(found[1])
+
+
 def amd_facts(binary: Any) -> dict[str, Any]:
     """Registers and spills from the assembly."""
     text = binary.asm["amdgcn"]
     return {
-        "registers": int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1]),
-        "spilled_bytes": 4 * int(re.search(r"\.vgpr_spill_count:\s+(\d+)", text)[1]),
+        "registers": _number(r"\.vgpr_count:\s+(\d+)", text),
+        "spilled_bytes": 4 * _number(r"\.vgpr_spill_count:\s+(\d+)", text),
         "wide_loads": len(re.findall(r"(?:global|buffer)_load_dwordx4", text)),
         "tensor_core": "v_mfma" in text,
         "loop": {},
