@@ -11,6 +11,7 @@ pytest.importorskip("lm_eval", reason="needs the `eval` extra")
 from eval_tools import characters_tokenizer
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
+from models import ROOT
 
 from kvquant_hf.eval.artifacts import read_json_lines
 from kvquant_hf.eval.squad_metrics import compute_exact, compute_f1, normalize_answer
@@ -117,7 +118,7 @@ def test_missing_data_is_named(tmp_path, monkeypatch):
         stock.gsm8k()
     (tmp_path / "coqa_validation.jsonl").write_text('{"story": "mine"}\n')
     assert stock.coqa()["validation"][0] == {"story": "mine"}
-    assert stock.coqa(data_dir=str(data_file("coqa_validation.jsonl", "data").parent))["validation"].num_rows == 100
+    assert stock.coqa(data_dir=str(ROOT / "data"))["validation"].num_rows == 100
 
 
 @pytest.mark.parametrize(
