@@ -10,6 +10,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import torch
+
 SOURCES = Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")
 # Sums of products may be reordered and fused; infinities stay meaningful (masked scores).
@@ -24,6 +26,10 @@ _FLAGS = (
     "-fPIC",
 )
 _NATIVE = ("-march=native", "-mprefer-vector-width=512") if platform.machine() in ("x86_64", "AMD64") else ("-O3",)
+
+
+# `enum Kind` in simd.h.
+ELEMENT_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class BuildError(RuntimeError):

@@ -54,19 +54,6 @@ struct State {
   alignas(64) float s[R][TILE];
 };
 
-static void hadamard(float *x, int n) {
-  int width = n & -n;
-  for (int h = 1; h < width; h *= 2)
-    for (int i = 0; i < n; i += 2 * h)
-      for (int j = i; j < i + h; j++) {
-        float a = x[j], b = x[j + h];
-        x[j] = a + b;
-        x[j + h] = a - b;
-      }
-  float norm = std::sqrt((float)width);
-  for (int i = 0; i < n; i++) x[i] /= norm;
-}
-
 INLINE vf meta(const char *p, int64_t i, bool wide) { return wide ? load((const float *)p + i) : half16(p + 2 * i); }
 
 // ---- softmax ---------------------------------------------------------------------------------------------------------

@@ -161,21 +161,6 @@ static void unrotate(const Args &a, int64_t n, float *x) {
   }
 }
 
-static void hadamard(float *x, int64_t rows, int64_t dim) {
-  int64_t width = dim & -dim;
-  float norm = (float)std::sqrt((double)width);
-  for (int64_t r = 0; r < rows; r++, x += dim) {
-    for (int64_t h = 1; h < width; h *= 2)
-      for (int64_t i = 0; i < dim; i += 2 * h)
-        for (int64_t j = i; j < i + h; j++) {
-          float a = x[j], b = x[j + h];
-          x[j] = a + b;
-          x[j + h] = a - b;
-        }
-    for (int64_t i = 0; i < dim; i++) x[i] /= norm;
-  }
-}
-
 static void transpose(const float *x, float *out, int64_t rows, int64_t columns) {
   for (int64_t i = 0; i < rows; i++)
     for (int64_t j = 0; j < columns; j++) out[j * rows + i] = x[i * columns + j];
@@ -216,11 +201,13 @@ static bool encode_block(const Args &a, Scratch &s, int64_t b, int64_t h, int64_
   else if (a.kind == BF16) read_rows<BF16>(a, p, s.x);
   else read_rows<F16>(a, p, s.x);
   if (a.rope) unrotate(a, n, s.x);
-  if (a.hadamard) hadamard(s.x, L, D);
+  if (a.hadamard)
+    for (int64_t t = 0; t < L; t++) hadamard(s.x + t * D, D);
   const float *x = s.x, *range = s.x;
   if (a.fitted) {
     memcpy(s.range, a.fitted + index * L * D, L * D * sizeof(float));
-    if (a.hadamard) hadamard(s.range, L, D);
+    if (a.hadamard)
+      for (int64_t t = 0; t < L; t++) hadamard(s.range + t * D, D);
     range = s.range;
   }
   int64_t elements = a.per_channel ? L : D, rows = a.per_channel ? D : L;

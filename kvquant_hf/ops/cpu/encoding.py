@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvquant_hf.ops.cpu.build import BuildError, load, parallel_region
+from kvquant_hf.ops.cpu.build import ELEMENT_KINDS, BuildError, load, parallel_region
 from kvquant_hf.ops.cpu.tables import offset_tables, start_tables
 from kvquant_hf.storage import EncodedBlocks
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from kvquant_hf.config import QuantSpec
     from kvquant_hf.rope import KeyRotation
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MAX_BLOCK, _MAX_DIM = 128, 256
 
 
@@ -51,7 +50,7 @@ def can_encode(spec: "QuantSpec", dtype: torch.dtype, device: torch.device, bloc
     return (
         device.type == "cpu"
         and spec.method == "affine"
-        and dtype in _KINDS
+        and dtype in ELEMENT_KINDS
         and block_length % 16 == 0
         and head_dim % 16 == 0
         and block_length <= _MAX_BLOCK
@@ -109,7 +108,7 @@ def encode(
         turn = [1 if rotation.pairing == "half" else 2, rotation.offset, rotation.rotary_dim, pairs]
         turn += [table.data_ptr() + 4 * pairs * first_block for table in starts]
         turn += [table.data_ptr() for table in tables[2:]]
-    source = [states.data_ptr(), *states.stride()[:3], _KINDS[states.dtype]]
+    source = [states.data_ptr(), *states.stride()[:3], ELEMENT_KINDS[states.dtype]]
     settings = [spec.nbits, spec.group_size, spec.symmetric, spec.clip == "mse", spec.rotation == "hadamard"]
     fields = [*source, 0 if fitted is None else fitted.data_ptr(), batch_size, heads, blocks, block_length, head_dim]
     fields += [per_channel, *settings, *turn, codes.data_ptr(), scale.data_ptr()]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvquant_hf.ops.cpu.build import load, parallel_region
+from kvquant_hf.ops.cpu.build import ELEMENT_KINDS, load, parallel_region
 from kvquant_hf.ops.cpu.tables import offset_columns, start_tables
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 # Numbers of query rows that kernels are compiled for; more accumulators than six rows need do not fit in registers.
 _ROWS = (1, 2, 3, 4, 6)
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _BOOLEAN = 3
 # A task smaller than this many blocks costs more to hand out and merge than it saves.
 _MIN_BLOCKS = 8
@@ -34,7 +33,7 @@ def _obstacle(view: "KVView") -> str | None:
     key, value = view.key_store.spec, view.value_store.spec
     if view.device.type != "cpu":
         return f"tensors on {view.device.type}"
-    if view.key_dtype != view.value_dtype or view.key_dtype not in _KINDS:
+    if view.key_dtype != view.value_dtype or view.key_dtype not in ELEMENT_KINDS:
         return f"keys in {view.key_dtype} and values in {view.value_dtype}"
     if (key.is_quantized and key.granularity != "per_channel") or (
         value.is_quantized and value.granularity != "per_token"
@@ -100,7 +99,7 @@ def decode_attention(query: torch.Tensor, view: "KVView", mask: torch.Tensor | N
     plan: _Plan = memo["cpu"] if "cpu" in memo else _plan(view)
     if query.requires_grad and torch.is_grad_enabled():
         raise ValueError("`backend='cpu'` computes no gradients; use 'auto' or 'torch'.")
-    kind = _KINDS.get(query.dtype)
+    kind = ELEMENT_KINDS.get(query.dtype)
     if kind is None:
         return decode_attention(query.float(), view, mask, scale).to(query.dtype)
     steps = query.stride()
@@ -196,7 +195,7 @@ def _plan(view: "KVView") -> _Plan:
         "RW": 0 if rotation is None else rotation.rotary_dim,
         "KH": int(key.is_quantized and key.rotation == "hadamard"),
         "VH": int(value.is_quantized and value.rotation == "hadamard"),
-        "KIND": _KINDS[view.key_dtype],
+        "KIND": ELEMENT_KINDS[view.key_dtype],
     }
     plan = _Plan(blocks, tables, tuple(defines.items()), {})
     view.memo["cpu"] = plan
@@ -253,7 +252,7 @@ def _mask(view: "KVView", mask: torch.Tensor | None) -> tuple[list[int], torch.T
         mask = _with_row_sinks(mask, view)
     if mask is None:
         return [0, 0, 0, 0, 0], None
-    kind = _BOOLEAN if mask.dtype == torch.bool else _KINDS.get(mask.dtype)
+    kind = _BOOLEAN if mask.dtype == torch.bool else ELEMENT_KINDS.get(mask.dtype)
     if kind is None:
         mask, kind = mask.float(), 0
     if mask.stride(3) != 1:

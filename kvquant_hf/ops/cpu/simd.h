@@ -291,6 +291,20 @@ INLINE float hmax(vf v) { float s = v[0]; for (int i = 1; i < 16; i++) s = v[i] 
 INLINE bool any_above(vf v, float x) { return hmax(v) > x; }
 #endif
 
+// Multiply a row by the (block) Hadamard matrix of rotation.py: additions in the same order, then one division.
+static inline void hadamard(float *x, int64_t n) {
+  int64_t width = n & -n;
+  for (int64_t h = 1; h < width; h *= 2)
+    for (int64_t i = 0; i < n; i += 2 * h)
+      for (int64_t j = i; j < i + h; j++) {
+        float a = x[j], b = x[j + h];
+        x[j] = a + b;
+        x[j + h] = a - b;
+      }
+  float norm = (float)std::sqrt((double)width);
+  for (int64_t i = 0; i < n; i++) x[i] /= norm;
+}
+
 // Rows of N numbers, T of them, to N columns of T numbers, in place.
 template <int T, int N> static inline void by_column(float *p) {
   if constexpr (N == 1) return;
