@@ -11,13 +11,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from kvquant_hf import _compat
+from kvquant_hf.buffers import storage_bytes
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.layer import QuantLayer
 from kvquant_hf.memory import MemoryReport
 from kvquant_hf.ops import available_backends
 from kvquant_hf.padding import padding_of_mask, padding_of_positions
 from kvquant_hf.rope_probe import find_rotations
-from kvquant_hf.storage import storage_bytes
 
 # What a saved cache and the model that continues it must agree on, as the model's config names it.
 _MODEL_FACTS = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")

@@ -6,12 +6,14 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvquant_hf import ops
+from kvquant_hf.buffers import TensorMap
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.lazy import lazy_pair
 from kvquant_hf.padding import fill_row_sinks, without_padding
 from kvquant_hf.rope import KeyRotation
-from kvquant_hf.storage import BlockStore, ExactTokens, TensorMap
+from kvquant_hf.storage import BlockStore
 from kvquant_hf.view import KVView
+from kvquant_hf.window import ExactTokens
 
 # Blocks quantized at a time: bounds the float32 copies made of a long prompt.
 _ENCODE_BLOCKS = 64

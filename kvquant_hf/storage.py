@@ -1,24 +1,19 @@
-"""Buffers of a cache layer: written-once blocks of codes, and exact tokens."""
+"""Written-once blocks of codes."""
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
+from kvquant_hf.buffers import GROWTH_SHARE, TensorMap, with_capacity
 from kvquant_hf.config import QuantSpec
 from kvquant_hf.packing import PlanarLayout
 from kvquant_hf.quantizers import QUANTIZERS, QuantizedGroups, Quantizer
 from kvquant_hf.rotation import hadamard
 
-TensorMap = Callable[[torch.Tensor], torch.Tensor]
-
 # The tensors that blocks consist of; which of them there are depends on the layout and the settings.
 _PARTS = ("codes", "scale", "zero_point", "metadata")
 
-# Buffers grow by this many tokens or blocks, or by a sixteenth of what they hold once that is more.
-_EXACT_CHUNK = 32
 _BLOCK_CHUNK = 4
-_GROWTH_SHARE = 16
 
 
 class EncodedBlocks:
@@ -134,7 +129,7 @@ class BlockStore:
             encoded = self._planar(self._left.decode(encoded.codes, encoded.metadata))
         count = encoded.codes.shape[2]
         needed = self.num_blocks + count
-        room = max(_BLOCK_CHUNK, needed // _GROWTH_SHARE) - 1 if spare else 0
+        room = max(_BLOCK_CHUNK, needed // GROWTH_SHARE) - 1 if spare else 0
         for name in _PARTS:
             new = getattr(encoded, name)
             if new is None:
@@ -143,7 +138,7 @@ class BlockStore:
             if buffer is not None and buffer.dtype != new.dtype:  # only scales change, from float16 to float32
                 widest = torch.promote_types(buffer.dtype, new.dtype)
                 buffer, new = buffer.to(widest), new.to(widest)
-            buffer = _with_capacity(buffer, new, self.num_blocks, needed, room)
+            buffer = with_capacity(buffer, new, self.num_blocks, needed, room)
             buffer[:, :, self.num_blocks : needed] = new
             setattr(self, name, buffer)
         self.num_blocks = needed
@@ -282,86 +277,4 @@ class BlockStore:
                 raise ValueError(f"stored `{name}` must have the shape {shape}, got {tuple(tensor.shape)}.")
 
 
-class ExactTokens:
-    """Tokens kept as they came, in a buffer that grows in chunks and drops from the front.
-
-    Args:
-        limit: Tokens beyond which no spare room is made, or `None`.
-    """
-
-    def __init__(self, limit: int | None = None) -> None:
-        self.limit = limit
-        self.length = 0
-        self.buffer: torch.Tensor | None = None
-
-    def append(self, states: torch.Tensor) -> None:
-        """Add tokens `[B, H, t, D]` at the end."""
-        needed = self.length + states.shape[2]
-        if self.buffer is not None and self.buffer.shape[2] >= needed:
-            self.buffer.narrow(2, self.length, needed - self.length).copy_(states)
-            self.length = needed
-            return
-        capacity = _chunk(needed) if self.limit is None else min(_chunk(needed), max(needed, self.limit))
-        self.buffer = _with_capacity(self.buffer, states, self.length, needed, capacity - needed)
-        self.buffer[:, :, self.length : needed] = states
-        self.length = needed
-
-    def replace(self, states: torch.Tensor) -> None:
-        """Hold exactly the tokens `[B, H, t, D]`, copied; the buffer stays where it is if they fit into it."""
-        if self.limit is None or self.buffer is None or self.buffer.shape[2] > self.limit:
-            self.buffer = None
-        self.length = 0
-        self.append(states)
-
-    def drop_front(self, count: int) -> None:
-        """Forget the oldest `count` tokens."""
-        assert self.buffer is not None
-        kept = self.buffer[:, :, count : self.length].clone()
-        self.length -= count
-        self.buffer[:, :, : self.length] = kept
-
-    def truncate(self, length: int) -> None:
-        """Forget all but the oldest `length` tokens."""
-        self.length = min(self.length, length)
-
-    def view(self) -> torch.Tensor | None:
-        """The tokens, `[B, H, length, D]`, a view of the buffer; `None` before the first."""
-        return None if self.buffer is None else self.buffer[:, :, : self.length]
-
-    def map(self, function: TensorMap) -> None:
-        """Replace the buffer by what `function` makes of it."""
-        if self.buffer is not None:
-            self.buffer = function(self.buffer)
-
-    def bytes_used(self) -> int:
-        """Bytes of the tokens held."""
-        tokens = self.view()
-        return 0 if tokens is None else tokens.numel() * tokens.element_size()
-
-    def bytes_held(self) -> int:
-        """Bytes of the buffer."""
-        return 0 if self.buffer is None else self.buffer.untyped_storage().nbytes()
-
-
-def _chunk(length: int) -> int:
-    chunk = max(_EXACT_CHUNK, length // _GROWTH_SHARE)
-    return -(-length // chunk) * chunk
-
-
-def _with_capacity(buffer: torch.Tensor | None, like: torch.Tensor, used: int, needed: int, room: int) -> torch.Tensor:
-    """A buffer with place for `needed` entries on axis 2 that holds the first `used` of `buffer`."""
-    if buffer is not None and buffer.shape[2] >= needed:
-        return buffer
-    shape = (*like.shape[:2], needed + room, *like.shape[3:])
-    grown = torch.empty(shape, dtype=like.dtype, device=like.device)
-    if buffer is not None:
-        grown[:, :, :used] = buffer[:, :, :used]
-    return grown
-
-
-def storage_bytes(value: Any) -> int:
-    """Bytes of the storage behind a tensor, which may be larger than the tensor; 0 for anything else."""
-    return value.untyped_storage().nbytes() if isinstance(value, torch.Tensor) else 0
-
-
-__all__ = ["BlockLayout", "BlockStore", "EncodedBlocks", "ExactTokens", "QuantizedGroups", "storage_bytes"]
+__all__ = ["BlockLayout", "BlockStore", "EncodedBlocks", "QuantizedGroups"]

@@ -8,7 +8,8 @@ import torch
 
 from kvquant_hf.rope import KeyRotation
 from kvquant_hf.rotation import hadamard
-from kvquant_hf.storage import BlockStore, ExactTokens
+from kvquant_hf.storage import BlockStore
+from kvquant_hf.window import ExactTokens
 
 # Tokens dequantized at a time: large enough to amortize the calls, small enough to stay in a core's cache.
 _TILE_TOKENS = 1024

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvquant_hf.config import QuantSpec
-from kvquant_hf.storage import BlockStore, ExactTokens
+from kvquant_hf.storage import BlockStore
+from kvquant_hf.window import ExactTokens
 
 B, H, L = 2, 3, 16
 

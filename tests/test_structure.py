@@ -18,9 +18,9 @@ LAYERS = [
     {"lazy", "padding"},
     {"ops"},
     {"view"},
-    {"storage"},
+    {"storage", "window"},
     {"quantizers"},
-    {"presets", "rope", "rotation", "packing"},
+    {"presets", "rope", "rotation", "packing", "buffers"},
     {"config"},
 ]
 

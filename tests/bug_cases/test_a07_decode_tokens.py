@@ -130,6 +130,16 @@ def test_a07_bytes_per_token_are_those_of_the_codes(how, bits):
     assert report.total_bytes <= (limit + 0.06) * 2048 * 2 * 2 * 64 * 2
 
 
+@pytest.mark.parametrize("bits", [4, 2])
+def test_a07_nothing_else_is_held_right_after_a_prefill_of_4k(bits):
+    """Views of the prompt's keys and values would keep all of them alive."""
+    model = tiny_model("llama", num_hidden_layers=1, head_dim=64, max_position_embeddings=4096)
+    cache = quant_cache(model, settings(bits, bits, group=32, residual=128))
+    forward(model, random_ids(1, 4096), cache)
+    held, reported = sum(reachable_storages(cache).values()), cache.memory_report().total_bytes
+    assert reported <= held <= 1.02 * reported
+
+
 def test_a07_short_generation_without_prompt(model):
     """Decoding from a one-token prompt reaches the same state."""
     cache, expected = quant_cache(model), quant_cache(model)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from kvquant_hf.storage import ExactTokens
+from kvquant_hf.window import ExactTokens
 
 # Elements of poison before and after; a multiple of 16 bytes, so that alignment stays what it is.
 MARGIN = 256
