@@ -68,6 +68,7 @@ class QuantCache(Cache):
             )
         self.quant_config.check_layers(len(layers), self.layer_types)
         rotations = find_rotations(config)
+        self._whole_heads = {i: rotations[i].num_heads for i in self._quant_layers}
         for i in self._quant_layers:
             layer_config = self.quant_config.for_layer(i, len(layers), self.layer_types[i])
             layers[i] = QuantLayer(layer_config, rotations[i].rotation, rotations[i].reason)
@@ -309,7 +310,10 @@ class QuantCache(Cache):
         return self.quantized_layer(layer_idx).quantized_length
 
     def memory_report(self) -> MemoryReport:
-        """Bytes held by part, compared with what `DynamicCache` would hold."""
+        """Bytes held by part, compared with what `DynamicCache` would hold.
+
+        Under tensor parallelism these are the bytes of this process, see `MemoryReport.joined`.
+        """
         parts = dict.fromkeys(("codes", "scales", "zero_points", "sinks", "residual", "unused", "other_layers"), 0)
         figures = {"dense_bytes": 0, "values": 0, "quantized_values": 0, "quantized_bytes": 0}
         for layer in self.layers:
@@ -326,7 +330,14 @@ class QuantCache(Cache):
                     figures["values"] += tensor.numel()
         lengths = [self.quantized_length(i) for i in self._quant_layers]
         tokens = self.quantized_layer(self._quant_layers[0]).get_seq_length()
-        return MemoryReport(**parts, **figures, tokens=tokens, quantized_tokens=max(lengths))
+        return MemoryReport(
+            **parts, **figures, tokens=tokens, quantized_tokens=max(lengths), shards=self._num_shards()
+        )
+
+    def _num_shards(self) -> int:
+        """Processes that the heads of this model are split over, as far as the layers show."""
+        held = {i: self.quantized_layer(i).num_heads for i in self._quant_layers}
+        return max((whole // held[i] for i, whole in self._whole_heads.items() if whole and held[i]), default=1)
 
     def __repr__(self) -> str:
         lines = [

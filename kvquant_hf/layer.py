@@ -344,6 +344,11 @@ class QuantLayer(CacheLayerMixin):
         """Tokens held as codes."""
         return 0 if self._stores is None else self._stores[0].num_blocks * self.config.block_length
 
+    @property
+    def num_heads(self) -> int:
+        """Key/value heads held: under tensor parallelism those of this process. 0 where nothing was stored yet."""
+        return self._shapes[0][1] if self.is_initialized else 0
+
     def get_seq_length(self) -> int:
         """Tokens stored."""
         return self._length

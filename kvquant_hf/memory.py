@@ -1,11 +1,14 @@
 """How many bytes a cache holds, and for what."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
 class MemoryReport:
     """Bytes of a cache by part. `str()` gives a table.
+
+    Under tensor parallelism each process holds some heads of every layer, and its report counts these alone.
 
     Attributes:
         codes: Packed codes (and unquantized blocks where `nbits` is 16), bytes.
@@ -21,6 +24,7 @@ class MemoryReport:
         quantized_bytes: Codes and their scales and zero points, bytes.
         tokens: Tokens stored per row.
         quantized_tokens: Of these, held as codes, in the layer that holds most.
+        shards: Processes that the heads are split over, of which this report counts one.
     """
 
     codes: int
@@ -36,6 +40,27 @@ class MemoryReport:
     quantized_bytes: int
     tokens: int
     quantized_tokens: int
+    shards: int = 1
+
+    @classmethod
+    def joined(cls, reports: Sequence["MemoryReport"]) -> "MemoryReport":
+        """The whole cache, from the reports of all processes of a tensor-parallel model.
+
+        Args:
+            reports: One of each process; `torch.distributed.all_gather_object` gets them.
+
+        Raises:
+            ValueError: There is none, or they differ in the number of tokens, as those of one cache do not.
+        """
+        lengths = {(report.tokens, report.quantized_tokens) for report in reports}
+        if len(lengths) != 1:
+            raise ValueError(
+                f"`reports` must be those of one cache, got (tokens, quantized tokens) {sorted(lengths)}."
+            )
+        tokens, quantized_tokens = lengths.pop()
+        counted = [item.name for item in fields(cls) if item.name not in ("tokens", "quantized_tokens", "shards")]
+        sums = {name: sum(getattr(report, name) for report in reports) for name in counted}
+        return cls(**sums, tokens=tokens, quantized_tokens=quantized_tokens)
 
     @property
     def total_bytes(self) -> int:
@@ -74,6 +99,8 @@ class MemoryReport:
             f"{self.tokens:,} tokens, {self.quantized_tokens:,} as codes; {self.bits_per_value:.2f} bits per value "
             f"({self.bits_per_value_quantized:.2f} in the quantized part); {self.ratio:.3f} of the dense cache"
         )
+        if self.shards > 1:
+            lines.append(f"tensor parallel: the share of this process, 1 of {self.shards}")
         return "\n".join(lines)
 
 

@@ -37,6 +37,7 @@ class ShellRun:
         positions: Positions of the `P` tokens.
         keys: Keys of the first head by layer, `[P, head_dim]`, float32; only layers that handed keys to the cache.
         values: Likewise the second tensor handed to the cache.
+        num_heads: Key/value heads by layer.
         tables: The distinct `inv_freq` buffers of the model at the end of the run, each one-dimensional, float32.
         error: What stopped the run before its end, or `None`.
     """
@@ -44,6 +45,7 @@ class ShellRun:
     positions: tuple[int, ...]
     keys: dict[int, torch.Tensor] = field(default_factory=dict)
     values: dict[int, torch.Tensor] = field(default_factory=dict)
+    num_heads: dict[int, int] = field(default_factory=dict)
     tables: list[torch.Tensor] = field(default_factory=list)
     error: Exception | None = None
 
@@ -157,6 +159,8 @@ class _Recorder(DynamicCache):
         if layer_idx not in self._run.keys:
             self._run.keys[layer_idx] = _first_head(key_states)
             self._run.values[layer_idx] = _first_head(value_states)
+            if key_states.ndim == 4:
+                self._run.num_heads[layer_idx] = key_states.shape[1]
         if self._layers is not None and self._run.keys.keys() >= set(self._layers):
             raise _AllRecorded
         return key_states, value_states

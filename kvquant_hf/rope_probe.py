@@ -16,7 +16,7 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -42,18 +42,21 @@ _RESULTS_KEPT = 32
 
 @dataclass(frozen=True)
 class LayerRope:
-    """What is known about the rotation of one layer's keys.
+    """What is known about the keys of one layer, first of all their rotation.
 
     Attributes:
         rotation: The rotation to undo before quantization, or `None` where keys are stored as they come.
         reason: One line for reports: what was found, or why nothing was.
         established: Whether the model's own code confirmed the answer; also true when it confirmed that there is
             nothing to undo.
+        num_heads: Key/value heads that the whole model hands to the cache, or `None` where its code could not be run.
+            A process of a tensor-parallel model holds fewer.
     """
 
     rotation: KeyRotation | None
     reason: str
     established: bool
+    num_heads: int | None = field(default=None, compare=False)
 
 
 _NO_ROTARY = LayerRope(None, "no rotary embedding", True)
@@ -127,7 +130,8 @@ def _examine(config: PreTrainedConfig, model_class: "type[PreTrainedModel]") -> 
     # Code of an arbitrary model runs here and may raise anything; every layer reports the outcome.
     except Exception as error:
         return [_not_established(_describe(error))] * int(config.num_hidden_layers)
-    return [_NOPE if known and layer is _NO_ROTARY else layer for layer in layers]
+    layers = [_NOPE if known and layer is _NO_ROTARY else layer for layer in layers]
+    return [replace(layer, num_heads=run.num_heads.get(layer_idx)) for layer_idx, layer in enumerate(layers)]
 
 
 def _original_lengths(config: PreTrainedConfig) -> list[int]:

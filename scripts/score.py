@@ -16,6 +16,7 @@ of a 16-bit model holds after such a window; `bits (q)` the quantized part alone
 
 import argparse
 import hashlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -219,6 +220,11 @@ def score_model(
 
 
 def run(options: argparse.Namespace) -> tuple[list[ModelScores], dict[str, object]]:
+    if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise ValueError(
+            f"scores are computed by one process, got {processes} (WORLD_SIZE). Start one command for each device, "
+            "with other models, caches or texts, as in `--device cuda:1`; tasks run on several, see docs/scaling.md."
+        )
     torch.set_num_threads(options.threads)
     logging.disable_progress_bar()
     Protocol(options.context, options.prefill, options.step)  # refused before a model is loaded

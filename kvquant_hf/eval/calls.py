@@ -38,7 +38,8 @@ class CallRecord:
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> "CallRecord":
         """The record that `to_dict` gave."""
-        report = {item.name: mapping["report"][item.name] for item in fields(MemoryReport)}
+        names = {item.name for item in fields(MemoryReport)}
+        report = {name: value for name, value in mapping["report"].items() if name in names}
         return cls(
             MemoryReport(**report),
             mapping["new_tokens"],

@@ -1,6 +1,7 @@
 """`python -m kvquant_hf.eval`: lm-eval's `run` command for the model `kvquant`, with several caches in one run."""
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from lm_eval._cli.run import Run
 from lm_eval.utils import setup_logging
 
+from kvquant_hf.eval.ranks import process_number, stop_processes
 from kvquant_hf.eval.runfile import load_run_file
 from kvquant_hf.eval.runner import run_all
 
@@ -68,15 +70,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and words[0].startswith("-") and words[0] not in ("-h", "--help"):
         words.insert(0, "run")
     options = parser().parse_args(words)
-    setup_logging()
+    who = f" (process {process_number()})" if process_number() else ""
+    setup_logging(logging.ERROR if who else logging.INFO)
     try:
         run = load_run_file(Path(options.config) if options.config else None, overrides_of(options))
         run_all(run)
     except KeyboardInterrupt:
-        print("kvquant_hf.eval: interrupted; the same command goes on where it stopped.", file=sys.stderr)
+        print(f"kvquant_hf.eval{who}: interrupted; the same command goes on where it stopped.", file=sys.stderr)
         return 130
     except (ValueError, OSError) as error:  # also of a hub that cannot be reached
-        print(f"kvquant_hf.eval: {error}", file=sys.stderr)
+        print(f"kvquant_hf.eval{who}: {error}", file=sys.stderr)
         return 1
-    print(f"Report: {run.output / 'report.md'}")
+    finally:
+        stop_processes()
+    if not who:
+        print(f"Report: {run.output / 'report.md'}")
     return 0

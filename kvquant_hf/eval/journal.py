@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ class ResponseJournal:
     continued run are those of an uninterrupted one.
 
     Args:
-        directory: Where `responses-<rank>.jsonl` lies; made if it is not there. Files of all ranks are read.
-        rank: Rank of this process; it writes a file of its own.
+        directory: Where `responses-<rank>.jsonl` lies; made if it is not there.
+        rank: Number of this process; it writes a file of its own. Process 0 reads the files of all, also of an earlier
+            run of more processes, and tells the others.
 
     Attributes:
         calls: Records of the calls whose answers were found.
@@ -37,8 +38,12 @@ class ResponseJournal:
         self._pending_calls: list[CallRecord] = []
         self._expected: int | None = None
         self.calls: list[CallRecord] = []
-        for path in sorted(directory.glob("responses-*.jsonl")):
-            self._read(path)
+        for path in sorted(directory.glob("responses-*.jsonl")) if rank == 0 else [self._path]:
+            if path.is_file():
+                self._read(path)
+        if rank:
+            self._answers.clear()
+            self.calls.clear()
 
     def _read(self, path: Path) -> None:
         whole, size = path.read_bytes(), 0
@@ -91,24 +96,17 @@ class ResponseJournal:
             os.fsync(file.fileno())
         self._pending, self._pending_calls, self._expected = [], [], None
 
-    def complete(self, kind: str, requests: Sequence[Any], answer: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
-        """Answers to all requests, those found in the file and those that `answer` gives now, in the order asked.
+    def find(self, kind: str, requests: Sequence[Any]) -> list[Any]:
+        """Answers that an earlier run gave, `None` where it gave none.
 
         Args:
             kind: Name of the model's method.
             requests: Instances of lm-eval.
-            answer: Answers the requests that are left; not called where none is.
         """
-        found: list[Any] = []
-        left: list[Any] = []
-        for request in requests:
-            known = self._answers.get(self._key(kind, request.args))
-            if known:
-                found.append(known.popleft())
-            else:
-                found.append(self)  # stands for an answer to come; answers are JSON values
-                left.append(request)
-        new = iter(answer(left) if left else [])
-        self.commit()
-        answers = [next(new) if item is self else item for item in found]
-        return [tuple(item) if isinstance(item, list) else item for item in answers]
+        found = (self._answers.get(self._key(kind, request.args)) for request in requests)
+        return [_as_answered(known.popleft()) if known else None for known in found]
+
+
+def _as_answered(answer: Any) -> Any:
+    """JSON has no tuples, which log-likelihoods and their kin are."""
+    return tuple(answer) if isinstance(answer, list) else answer

@@ -6,6 +6,7 @@ Importing this module needs the `eval` extra and makes the model known to lm-eva
 import time
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,19 @@ from kvquant_hf.eval.loglikelihood import (
     rows_of,
 )
 from kvquant_hf.eval.models import resolve_model
+from kvquant_hf.eval.ranks import Ranks, generation_batches, groups_of_context, start_processes
 from kvquant_hf.eval.settings import parse_quant
 from kvquant_hf.eval.squad_metrics import provide_squad_metrics
+from kvquant_hf.memory import MemoryReport
 
 MODEL_NAME = "kvquant"
 
 
 class KVQuantLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
     """A Hugging Face model of lm-eval whose every batch reads a fresh `QuantCache`.
+
+    Started by `torchrun` or `accelerate launch`, the processes share the batches, or hold the model together where
+    `tp_plan` is given; all of them return all answers.
 
     Args:
         pretrained: Model id, directory, `prepared:NAME` or loaded model.
@@ -69,8 +75,19 @@ class KVQuantLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         self.loglikelihood_mode = loglikelihood_mode
         self.loglikelihood_step = loglikelihood_step
         self.loglikelihood_chunk = loglikelihood_chunk
+        self.ranks = Ranks()
         self.use(quant)
+        if kwargs.get("device_map") is not None and not kwargs.get("parallelize"):
+            raise ValueError(
+                "`device_map` needs `parallelize=True`: without it lm-eval loads the model on one device."
+            )
+        split_model = kwargs.get("tp_plan") is not None or (getattr(pretrained, "tp_size", None) or 1) > 1
+        if not split_model:  # else Transformers has connected the processes, or will
+            start_processes(str(getattr(pretrained, "device", kwargs.get("device") or "cuda")))
         super().__init__(pretrained=resolve_model(pretrained) if isinstance(pretrained, str) else pretrained, **kwargs)
+        self.ranks = Ranks.current(split_model)
+        if self.ranks.size > 1 and self.batch_size == "auto":
+            raise ValueError("`batch_size` must be a number where several processes run, got 'auto'.")
         provide_squad_metrics()
 
     def use(self, quant: str | Mapping[str, Any] | KVQuantConfig, journal: Path | None = None) -> None:
@@ -83,10 +100,22 @@ class KVQuantLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         self.quant_config = parse_quant(quant) if isinstance(quant, str) else KVQuantConfig.resolve(quant)
         self.calls: list[CallRecord] = []
         self._journal = None
-        if journal is not None:
-            self._journal = ResponseJournal(journal, self.rank)
-            self.calls += self._journal.calls
+        if journal is None:
+            return
+        if self.ranks.first or self.ranks.shares:
+            self._journal = ResponseJournal(journal, self.ranks.rank)
             self.set_cache_hook(self._journal)
+        self.calls += self.ranks.broadcast(self._journal.calls if self._journal is not None else [])
+
+    @property
+    def rank(self) -> int:
+        """0 in every process: lm-eval is to ask each for all requests, see `kvquant_hf.eval.ranks`."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """1, for the same reason."""
+        return 1
 
     @property
     def quantized_tokens(self) -> int:
@@ -105,6 +134,8 @@ class KVQuantLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         return time.perf_counter()
 
     def _record(self, call: CallRecord, answers: int | None) -> None:
+        if self.ranks.split_model:
+            call = replace(call, report=MemoryReport.joined(self.ranks.gather(call.report)))
         self.calls.append(call)
         if self._journal is not None:
             self._journal.add_call(call, answers)
@@ -143,21 +174,27 @@ class KVQuantLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
         if self.loglikelihood_mode != "decode":
-            answers: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
+            quiet = disable_tqdm or not self.ranks.first
+            answers: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, quiet, override_bs)
             return answers
         texts = [text for text, _, _ in requests]
         rows = rows_of([(context, continuation) for _, context, continuation in requests], self.max_length)
         size = override_bs or (self._detect_batch_size() if self.batch_size == "auto" else int(self.batch_size))
+        # lm-eval names a batch size for windows of whole texts alone, and these are shared text by text.
+        ranks = self.ranks if override_bs is None else Ranks()
         found: dict[int, tuple[float, bool]] = {}
-        bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
-        with bar:
-            for batch in batches_of(rows, size):
+        batches = ranks.mine(list(batches_of(rows, size)))
+        total = sum(len(row.targets) for batch in batches for row in batch)
+        quiet = disable_tqdm or not self.ranks.first
+        with tqdm(total=total, disable=quiet, desc="Running loglikelihood requests") as bar:
+            for batch in batches:
                 answered = self._decode_batch(batch)
                 found |= answered
                 for number, answer in answered.items():
                     if texts[number] is not None:
                         self.cache_hook.add_partial("loglikelihood", texts[number], answer)
                 bar.update(len(answered))
+        found = {number: answer for part in ranks.gather(found) for number, answer in part.items()}
         return [found[number] for number in range(len(texts))]
 
     def _decode_batch(self, rows: list[Any]) -> dict[int, tuple[float, bool]]:
@@ -182,16 +219,40 @@ class KVQuantLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
     # ---- all requests ------------------------------------------------------------------------------------------
 
     def _answer(self, kind: str, requests: list[Any], run: Any) -> list[Any]:
+        """Answers found in the journal, and those that this process and the others give."""
         before = len(self.calls)
-        answers: list[Any] = run(requests) if self._journal is None else self._journal.complete(kind, requests, run)
-        for caution in cautions(self.calls[before:], self.quant_config):
+        answers = [None] * len(requests) if self._journal is None else self._journal.find(kind, requests)
+        # What the first process read counts: others may have read what was written since.
+        answers = self.ranks.broadcast(answers)
+        left = [i for i, answer in enumerate(answers) if answer is None]
+        mine = self._share(kind, requests, left)
+        new = run([requests[i] for i in mine]) if mine else []
+        if self._journal is not None:
+            self._journal.commit()
+        for part in self.ranks.gather(dict(zip(mine, new, strict=True))):
+            for i, answer in part.items():
+                answers[i] = answer
+        if self.ranks.shares:
+            self.calls[before:] = [call for part in self.ranks.gather(self.calls[before:]) for call in part]
+        for caution in cautions(self.calls[before:], self.quant_config) if self.ranks.first else ():
             warnings.warn(caution, stacklevel=3)
         return answers
 
+    def _share(self, kind: str, requests: list[Any], left: list[int]) -> list[int]:
+        """Which of the requests `left` this process passes on to lm-eval."""
+        if not self.ranks.shares or (kind == "loglikelihood" and self.loglikelihood_mode == "decode"):
+            return left  # batches of decoded rows are shared where they are formed, in `_loglikelihood_tokens`
+        arguments = [requests[i].args for i in left]
+        if kind == "generate_until":
+            batches = generation_batches(arguments, int(self.batch_size), self.tok_encode)
+        else:
+            batches = groups_of_context([context for context, *_ in arguments])
+        return [left[i] for batch in self.ranks.mine(batches) for i in batch]
+
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Answers of generation requests; warns where no token was ever read from codes or padding was unequal."""
-        run = super().generate_until
-        return self._answer("generate_until", requests, lambda left: run(left, disable_tqdm=disable_tqdm))
+        run, quiet = super().generate_until, disable_tqdm or not self.ranks.first
+        return self._answer("generate_until", requests, lambda left: run(left, disable_tqdm=quiet))
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-likelihoods of continuations, read through the cache as `loglikelihood_mode` says."""
@@ -202,11 +263,11 @@ class KVQuantLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of whole texts; an interrupted run begins this kind of request anew."""
         self._warn_of_plain()
-        run = super().loglikelihood_rolling
-        return self._answer("loglikelihood_rolling", requests, lambda left: run(left, disable_tqdm=disable_tqdm))
+        run, quiet = super().loglikelihood_rolling, disable_tqdm or not self.ranks.first
+        return self._answer("loglikelihood_rolling", requests, lambda left: run(left, disable_tqdm=quiet))
 
     def _warn_of_plain(self) -> None:
-        if self.quant_config.is_quantized and self.loglikelihood_mode == "plain":
+        if self.quant_config.is_quantized and self.loglikelihood_mode == "plain" and self.ranks.first:
             warnings.warn(
                 "With `loglikelihood_mode` 'plain', log-likelihood and multiple-choice requests are one forward pass "
                 "that never reads a cache: these numbers are those of the dense model, whatever `quant` says. Use "
@@ -224,6 +285,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
                 "step": self.loglikelihood_step,
                 "chunk": self.loglikelihood_chunk,
             },
+            "kvquant_processes": {"count": self.ranks.size, "tensor_parallel": self.ranks.split_model},
             "kvquant_stats": summarize(self.calls),
             "kvquant_cautions": cautions(self.calls, self.quant_config),
         }

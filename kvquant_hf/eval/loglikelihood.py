@@ -99,7 +99,8 @@ def decoded_log_probs(
     longest, feeds = max(lengths), max(len(row.fed) for row in rows)
     padded = [[pad_token_id] * (longest - len(row.prefill)) + list(row.prefill) for row in rows]
     fed = [list(row.fed) + [pad_token_id] * (feeds - len(row.fed)) for row in rows]
-    device = model.device
+    # Weights offloaded to disk lie on `meta`; the hooks that load them bring their inputs along.
+    device = torch.device("cpu") if model.device.type == "meta" else model.device
     prompt = torch.tensor(padded, dtype=torch.int64, device=device).reshape(len(rows), longest)
     tail = torch.tensor(fed, dtype=torch.int64, device=device)
     starts = torch.tensor(lengths, device=device)[:, None]

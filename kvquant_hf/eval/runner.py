@@ -17,6 +17,7 @@ from kvquant_hf.eval.tasks import tasks_dir
 
 # Left out of the results: machine-specific or long, and of no use to a reader who has the rest.
 _UNWANTED = ("pretty_env_info", "git_hash")
+_BOOTSTRAP = 100_000  # resamples for standard errors, lm-eval's number
 
 
 def task_manager(run: RunFile) -> TaskManager:
@@ -46,8 +47,8 @@ def run_all(run: RunFile) -> list[Path]:
     What an interrupted run answered is kept; the same call goes on from there.
 
     Returns:
-        The output directories, in the order of the caches. Beside them lies the report. (On ranks other than 0 of a
-        distributed run nothing is written.)
+        The output directories, in the order of the caches. Beside them lies the report. Of several processes the
+        first writes everything but the answers kept for an interrupted run.
 
     Raises:
         ValueError: A task is unknown.
@@ -62,15 +63,16 @@ def run_all(run: RunFile) -> list[Path]:
     directories = []
     for number, cache in enumerate(run.caches, start=1):
         directory = run.directory(cache)
-        print(f"[{number}/{len(run.caches)}] {cache}: {directory}", flush=True)
+        if lm.ranks.first:
+            print(f"[{number}/{len(run.caches)}] {cache}: {directory}", flush=True)
         lm.use(run.caches[cache], journal=directory)
-        if lm.calls:
+        if lm.calls and lm.ranks.first:
             print(f"  going on after {len(lm.calls)} batches of an earlier run", flush=True)
         results = _evaluate(run, lm, manager, names)
-        if results is not None:
+        if results is not None and lm.ranks.first:
             _write(run, cache, directory, results)
         directories.append(directory)
-    if lm.rank == 0:
+    if lm.ranks.first:
         write_report(run.output, directories, run.name, run.description)
     return directories
 
@@ -96,6 +98,7 @@ def _evaluate(run: RunFile, lm: KVQuantLM, manager: TaskManager, names: list[str
         delete_requests_cache=requests.get("delete_requests_cache", False),
         limit=settings.limit,
         samples=settings.samples,
+        bootstrap_iters=_BOOTSTRAP if lm.ranks.first else 0,  # the others' scores are thrown away
         check_integrity=settings.check_integrity,
         write_out=settings.write_out,
         log_samples=True,
