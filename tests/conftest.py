@@ -8,6 +8,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 # `harness`, `tiny_models` and `models` are imported by name, whatever import mode pytest runs in.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -68,6 +69,17 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=None,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def lm_model_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model in a directory, with the end-of-text token that lm-eval cannot do without."""
+    directory = tmp_path_factory.mktemp("lm") / tiny_model_dir.name
+    shutil.copytree(tiny_model_dir, directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.eos_token = "<s>"
+    tokenizer.save_pretrained(directory)
     return directory
 
 

@@ -1,12 +1,8 @@
 """A maker of lm-eval models over a tiny random model."""
 
-import shutil
-from pathlib import Path
-
 import pytest
 from eval_tools import SETTINGS, characters_tokenizer
 from tiny_models import tiny_model
-from transformers import AutoTokenizer
 
 
 @pytest.fixture
@@ -19,14 +15,3 @@ def evaluator():
         return KVQuantLM(tiny_model(family), quant, batch_size=batch_size, **more)
 
     return make
-
-
-@pytest.fixture(scope="session")
-def lm_model_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model in a directory, with the end-of-text token that lm-eval cannot do without."""
-    directory = tmp_path_factory.mktemp("lm") / tiny_model_dir.name
-    shutil.copytree(tiny_model_dir, directory)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    tokenizer.eos_token = "<s>"
-    tokenizer.save_pretrained(directory)
-    return directory
