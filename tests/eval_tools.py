@@ -1,7 +1,8 @@
-"""What the tests of the evaluation share: a tokenizer of characters, and settings that quantize short prompts."""
+"""What the tests of the evaluation share: a tokenizer, requests, settings that quantize short prompts."""
 
 from typing import Any
 
+import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -13,6 +14,10 @@ SETTINGS = {
 }
 
 
+TEXT = "".join(chr(97 + (i * i * 7 + i * 3) % 26) for i in range(120))
+LENGTHS = (30, 90, 60, 45, 30, 75, 52)
+
+
 def characters_tokenizer(**fields: Any) -> PreTrainedTokenizerFast:
     """One token a printable ASCII character; ids below those of `tiny_models`' vocabulary."""
     vocabulary = {c: i for i, c in enumerate(["<pad>", "<unk>", "</s>", *map(chr, range(32, 127)), "\n"])}
@@ -21,3 +26,26 @@ def characters_tokenizer(**fields: Any) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.Fuse()
     fields = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "</s>"} | fields
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **fields)
+
+
+def requests_of(kind: str) -> list[Any]:
+    """Instances of lm-eval, with texts of unequal and of equal lengths."""
+    from lm_eval.api.instance import Instance
+
+    settings = {"until": ["\n\n"], "max_gen_toks": 8, "do_sample": False}
+    sampled = settings | {"max_gen_toks": 6}
+    arguments = {
+        "generate_until": [(TEXT[-n:], dict(sampled if i == 2 else settings)) for i, n in enumerate(LENGTHS)],
+        "loglikelihood": [(TEXT[-n:], word) for n in LENGTHS for word in (" a", " b", " of the")],
+        "loglikelihood_rolling": [(TEXT[:n],) for n in LENGTHS],
+    }[kind]
+    return [Instance(kind, {}, request, i) for i, request in enumerate(arguments)]
+
+
+def assert_same_answers(found: list[Any], expected: list[Any]) -> None:
+    """Equal texts, and log-likelihoods equal but for rounding."""
+    for mine, wanted in zip(found, expected, strict=True):
+        if isinstance(wanted, tuple):
+            assert mine == (pytest.approx(wanted[0], abs=1e-4), wanted[1])
+        else:
+            assert mine == (wanted if isinstance(wanted, str) else pytest.approx(wanted, abs=1e-4))

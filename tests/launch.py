@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 PROCESSES = 2
 
 
-def torchrun(*arguments: str, timeout: int = 240) -> subprocess.CompletedProcess[str]:
+def torchrun(*arguments: str, timeout: int = 600) -> subprocess.CompletedProcess[str]:
     """Run a script, or `-m MODULE`, in two processes; a free port is taken, and a hang ends with `timeout` seconds."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES)]
     environment = {

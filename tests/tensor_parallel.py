@@ -1,6 +1,6 @@
 """One process of a tensor-parallel model; tests start two by `torchrun` and compare them with one.
 
-    torchrun --nproc-per-node 2 tests/tensor_parallel.py MODEL_DIR OUT_DIR
+torchrun --nproc-per-node 2 tests/tensor_parallel.py MODEL_DIR OUT_DIR
 """
 
 import importlib.util
