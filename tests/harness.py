@@ -330,6 +330,7 @@ def assert_reported_bytes(cache: Any, tolerance: float = 0.01) -> None:
     parts = ("codes", "scales", "zero_points", "sinks", "residual", "unused", "other_layers")
     assert all(getattr(report, part) >= 0 for part in parts), report
     assert sum(getattr(report, part) for part in parts) == report.total_bytes, report
+    assert report.shards == 1, report  # one process holds all heads
     held = reachable_bytes(cache)
     # A handful of numbers per layer (rotation frequencies) is no part of the cache's contents.
     allowed = max(tolerance * held, 64 * len(cache.layers))
