@@ -288,10 +288,8 @@ class BlockStore:
         lead = state["codes"].shape[:3]
         per_channel = self.spec.granularity == "per_channel"
         rows, row = (self.head_dim, self.block_length) if per_channel else (self.block_length, self.head_dim)
-        shapes = (
-            {"codes": (rows, self.layout.num_bytes)} if self.layout else {"codes": (self.block_length, self.head_dim)}
-        )
-        shapes |= {"factor": (row,)}
+        codes = (rows, self.layout.num_bytes) if self.layout else (self.block_length, self.head_dim)
+        shapes: dict[str, tuple[int, ...]] = {"codes": codes, "factor": (row,)}
         groups = (rows, -(-row // self.spec.group_size))
         for name, tensor in state.items():
             shape = tuple(lead) + shapes.get(name, groups)

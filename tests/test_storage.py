@@ -51,6 +51,8 @@ def test_growth_changes_no_earlier_value(spec, head_dim):
         step = 2 * data.abs().max() * (head_dim**0.5 if spec.rotation == "hadamard" else 1)
         assert (at_once.read(0, 7) - data).abs().max() < step
         assert not torch.equal(at_once.read(0, 7), data)
+        if spec.nbits == 8:
+            assert (at_once.read(0, 7) - data).abs().max() < 0.03 * data.abs().max()
     else:
         assert torch.equal(at_once.read(0, 7), data)
 

@@ -156,6 +156,15 @@ def test_degenerate_tiles_stay_finite_and_near(name, along_rows, changes):
     assert ((values.double() - tile.double()).abs() <= bound * factor).all()
 
 
+def test_a_column_beyond_the_reach_of_float16_leaves_the_others_their_digits():
+    tile = degenerate("plain")[None]
+    tile[:, :, 7] *= 1e5
+    values, groups = round_trip(tile, nbits=8)
+    assert groups.factor[0, 7] == 2**12
+    others = torch.arange(128) != 7
+    assert (values - tile)[..., others].abs().max() < 0.5
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     exponent=st.integers(-30, 37),
