@@ -239,6 +239,11 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any], Launch]]:
         ),
         ("k16v4", example(64, (16, 4), 4, None), None),
         ("k4v16", example(128, (4, 16), 4, rope(128, 128)), None),
+        (
+            "factors, groups of 128",
+            example(128, (4, 2), 4, rope(128, 128), group_size=128, method="variance_normalized"),
+            None,
+        ),
     ]
     for name, (query, layer), mask in decodes:
         view = layer.view()

@@ -16,7 +16,9 @@ GRANULARITIES = ("per_channel", "per_token")
 ROPE_ORDERS = ("pre", "post")
 ROTATIONS = ("none", "hadamard")
 CLIPS = ("minmax", "mse")
-METHODS = ("affine",)
+METHODS = ("affine", "variance_normalized")
+# Methods that treat a block as a tile of tokens and channels, and store a factor along its rows.
+_TILE_METHODS = ("variance_normalized",)
 BACKENDS = ("auto", "dense", "torch", "cpu", "triton")
 
 _RANGE = re.compile(r"^\s*(-?\d+)\s*(?:-\s*(\d+)\s*)?$")
@@ -72,7 +74,9 @@ class QuantSpec:
             rotary embedding. Values are never rotated.
         rotation: `hadamard` multiplies the head dimension by an orthonormal Hadamard matrix before quantization and
             undoes it on reading (QuaRot, arXiv 2404.00456 section 4).
-        method: Quantizer, a name in `kvquant_hf.quantizers.QUANTIZERS`.
+        method: Quantizer, a name in `kvquant_hf.quantizers.QUANTIZERS`: `affine`, or `variance_normalized`, which
+            first brings channels and tokens of a tile to equal spread (KVarN, arXiv 2606.03458). Its tiles have at
+            least `group_size` tokens.
         symmetric: Codes around zero with a scale only, no zero point.
         clip: Range of a group: its minimum and maximum (`minmax`), or the shrunken range of least squared error
             (`mse`).
@@ -105,16 +109,27 @@ class QuantSpec:
     @property
     def token_group(self) -> int:
         """Consecutive tokens that must be quantized together."""
-        return self.group_size if self.granularity == "per_channel" else 1
+        return self.group_size if self.granularity == "per_channel" or self.method in _TILE_METHODS else 1
 
-    def metadata_bits(self, head_dim: int) -> float:
-        """Bits per value spent on 16-bit scales and zero points, for keys or values of size `head_dim`."""
+    @property
+    def has_factor(self) -> bool:
+        """Whether blocks have a factor besides scales and zero points (`QuantizedGroups.factor`)."""
+        return self.is_quantized and self.method in _TILE_METHODS
+
+    def metadata_bits(self, head_dim: int, block_length: int | None = None) -> float:
+        """Bits per value spent on 16-bit scales, zero points and factors.
+
+        Args:
+            head_dim: Size of a key or value.
+            block_length: Tokens of a block; the shortest that serves by default.
+        """
         if not self.is_quantized:
             return 0.0
         words = 1 if self.symmetric else 2
         if self.granularity == "per_channel":
-            return 16.0 * words / self.group_size
-        return 16.0 * words * -(-head_dim // self.group_size) / head_dim
+            return 16.0 * words / self.group_size + 16.0 * self.has_factor / head_dim
+        factor = 16.0 * self.has_factor / (block_length or self.token_group)
+        return 16.0 * words * -(-head_dim // self.group_size) / head_dim + factor
 
     def __str__(self) -> str:
         if not self.is_quantized:
@@ -191,7 +206,8 @@ class KVQuantConfig:
 
     def nominal_bits(self, head_dim: int) -> float:
         """Bits per value of the quantized part, 16-bit metadata included, mean of keys and values."""
-        return sum(spec.nbits + spec.metadata_bits(head_dim) for spec in (self.key, self.value)) / 2
+        specs = (self.key, self.value)
+        return sum(spec.nbits + spec.metadata_bits(head_dim, self.block_length) for spec in specs) / 2
 
     def _overridden(self, override: Mapping[str, Any]) -> "KVQuantConfig":
         changes: dict[str, Any] = {"layers": {}}

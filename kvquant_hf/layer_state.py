@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from kvquant_hf.layer import QuantLayer
+from kvquant_hf.storage import STATE_PARTS
 
 
 def layer_state(layer: QuantLayer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -49,8 +50,7 @@ def load_layer_state(layer: QuantLayer, tensors: dict[str, torch.Tensor], facts:
     if layer.rotation is not None and facts["long_rope"]:
         layer._rotation_in_use = layer.rotation.for_length(torch.iinfo(torch.int64).max)
     for i, side in enumerate(("key", "value")):
-        names = ("codes", "scale", "zero_point")
-        found = {name: tensors[f"{side}.{name}"] for name in names if f"{side}.{name}" in tensors}
+        found = {name: tensors[f"{side}.{name}"] for name in STATE_PARTS if f"{side}.{name}" in tensors}
         layer._block_stores()[i].load_state(found)
         if f"{side}.residual" in tensors:
             layer._residual[i].append(tensors[f"{side}.residual"])

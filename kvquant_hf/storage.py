@@ -1,5 +1,6 @@
 """Written-once blocks of codes."""
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +12,10 @@ from kvquant_hf.quantizers import QUANTIZERS, QuantizedGroups, Quantizer
 from kvquant_hf.rotation import hadamard
 
 # The tensors that blocks consist of; which of them there are depends on the layout and the settings.
-_PARTS = ("codes", "scale", "zero_point", "metadata")
+_PARTS = ("codes", "scale", "zero_point", "metadata", "factor")
+
+# Those of the common layout, which files hold.
+STATE_PARTS = ("codes", "scale", "zero_point", "factor")
 
 _BLOCK_CHUNK = 4
 
@@ -19,7 +23,8 @@ _BLOCK_CHUNK = 4
 class EncodedBlocks:
     """Packed blocks on their way into a `BlockStore`.
 
-    `codes`, with `scale` and `zero_point` where there are any, or with `metadata` in a layout that keeps both in one.
+    `codes`, with `scale` and `zero_point` where there are any, or with `metadata` in a layout that keeps both in one;
+    `factor` where the method has one.
     """
 
     __slots__ = _PARTS
@@ -30,26 +35,32 @@ class EncodedBlocks:
         scale: torch.Tensor | None,
         zero_point: torch.Tensor | None,
         metadata: torch.Tensor | None = None,
+        factor: torch.Tensor | None = None,
     ) -> None:
         self.codes, self.scale, self.zero_point, self.metadata = codes, scale, zero_point, metadata
+        self.factor = factor
 
 
 class BlockLayout(Protocol):
-    """A backend's own way of laying out blocks; without one they are packed as `PlanarLayout` says."""
+    """A backend's own way of laying out blocks; without one they are packed as `PlanarLayout` says.
+
+    Factors are none of its business: they lie beside the blocks in any layout.
+    """
 
     def encode(self, groups: QuantizedGroups) -> EncodedBlocks | None:
         """Blocks as the backend reads them, or `None` if it could not read these."""
 
     def decode(self, codes: torch.Tensor, metadata: torch.Tensor) -> QuantizedGroups:
-        """The groups that `encode` was given."""
+        """Codes, scales and zero points of the groups that `encode` was given."""
 
 
 class BlockStore:
     """Blocks of `block_length` tokens of keys or of values, each quantized once when it is appended.
 
     Per-channel codes are stored `[B, H, N, D, bytes]` with the tokens of a channel side by side, per-token codes
-    `[B, H, N, L, bytes]` with the channels of a token side by side; scales and zero points `[…, groups]` likewise.
-    Unquantized blocks (16 bits) are `[B, H, N, L, D]` in the model's dtype.
+    `[B, H, N, L, bytes]` with the channels of a token side by side; scales and zero points `[…, groups]` likewise,
+    factors `[B, H, N, L]` (per-channel codes) or `[B, H, N, D]` (per-token codes). Unquantized blocks (16 bits) are
+    `[B, H, N, L, D]` in the model's dtype.
 
     Args:
         spec: How the tensor is stored.
@@ -79,6 +90,7 @@ class BlockStore:
         # What a backend remembers about the stored tensors. Keys and values change together.
         self.memo: dict[str, Any] = {}
         self.metadata: torch.Tensor | None = None
+        self.factor: torch.Tensor | None = None
         self.own_layout = own_layout if spec.is_quantized else None
         self._left: BlockLayout | None = None
         self._quantizer: Quantizer | None = QUANTIZERS[spec.method](spec) if spec.is_quantized else None
@@ -103,11 +115,14 @@ class BlockStore:
 
     def _encoded(self, groups: QuantizedGroups) -> EncodedBlocks:
         own = None if self.own_layout is None else self.own_layout.encode(groups)
-        return own if own is not None else self._planar(groups)
+        if own is None:
+            return self._planar(groups)
+        own.factor = groups.factor
+        return own
 
     def _planar(self, groups: QuantizedGroups) -> EncodedBlocks:
         assert self.layout is not None
-        return EncodedBlocks(self.layout.pack(groups.codes), groups.scale, groups.zero_point)
+        return EncodedBlocks(self.layout.pack(groups.codes), groups.scale, groups.zero_point, factor=groups.factor)
 
     def _rows(self, blocks: torch.Tensor) -> torch.Tensor:
         if self.spec.rotation == "hadamard":
@@ -126,7 +141,8 @@ class BlockStore:
             self._leave_own_layout()
         if self.own_layout is None and encoded.metadata is not None:  # encoded before its neighbours left the layout
             assert self._left is not None
-            encoded = self._planar(self._left.decode(encoded.codes, encoded.metadata))
+            groups = self._left.decode(encoded.codes, encoded.metadata)
+            encoded = self._planar(replace(groups, factor=encoded.factor))
         count = encoded.codes.shape[2]
         needed = self.num_blocks + count
         room = max(_BLOCK_CHUNK, needed // GROWTH_SHARE) - 1 if spare else 0
@@ -135,7 +151,7 @@ class BlockStore:
             if new is None:
                 continue
             buffer = getattr(self, name)
-            if buffer is not None and buffer.dtype != new.dtype:  # only scales change, from float16 to float32
+            if buffer is not None and buffer.dtype != new.dtype:  # only parameters change, from float16 to float32
                 widest = torch.promote_types(buffer.dtype, new.dtype)
                 buffer, new = buffer.to(widest), new.to(widest)
             buffer = with_capacity(buffer, new, self.num_blocks, needed, room)
@@ -175,7 +191,7 @@ class BlockStore:
         if self._quantizer is None:
             return self.codes[:, :, first:last]
         groups = self._groups(first, last)
-        rows = self._quantizer.dequantize(groups.codes, groups.scale, groups.zero_point)
+        rows = self._quantizer.dequantize(groups.codes, groups.scale, groups.zero_point, groups.factor)
         blocks = rows.transpose(-1, -2) if self.spec.granularity == "per_channel" else rows
         return hadamard(blocks) if undo_rotation and self.spec.rotation == "hadamard" else blocks
 
@@ -183,12 +199,13 @@ class BlockStore:
         """Codes and parameters of the blocks `first … last - 1`, rows as the quantizer made them."""
         assert self.codes is not None and self.layout is not None
         codes = self.codes[:, :, first:last]
+        factor = None if self.factor is None else self.factor[:, :, first:last]
         if self.own_layout is not None:
             assert self.metadata is not None
-            return self.own_layout.decode(codes, self.metadata[:, :, first:last])
+            return replace(self.own_layout.decode(codes, self.metadata[:, :, first:last]), factor=factor)
         assert self.scale is not None
         zero_point = None if self.zero_point is None else self.zero_point[:, :, first:last]
-        return QuantizedGroups(self.layout.unpack(codes), self.scale[:, :, first:last], zero_point)
+        return QuantizedGroups(self.layout.unpack(codes), self.scale[:, :, first:last], zero_point, factor)
 
     # ---- acting on everything stored ---------------------------------------------------------------------------
 
@@ -215,10 +232,11 @@ class BlockStore:
         return [tensor for name in _PARTS if (tensor := getattr(self, name)) is not None]
 
     def bytes_by_part(self) -> dict[str, int]:
-        """Bytes in use by `codes`, `scales` and `zero_points`, and `unused` ones."""
+        """Bytes in use by `codes`, `scales` (factors among them) and `zero_points`, and `unused` ones."""
         parts = {"codes": 0, "scales": 0, "zero_points": 0, "unused": 0}
         words = ("scales",) if self.spec.symmetric else ("scales", "zero_points")
         shares = {"codes": ("codes",), "scale": ("scales",), "zero_point": ("zero_points",), "metadata": words}
+        shares["factor"] = ("scales",)
         for name in _PARTS:
             tensor = getattr(self, name)
             if tensor is not None:
@@ -233,7 +251,7 @@ class BlockStore:
         stored: BlockStore | EncodedBlocks = self
         if self.own_layout is not None and self.num_blocks:
             stored = self._planar(self._groups(0, self.num_blocks))
-        tensors = {"codes": stored.codes, "scale": stored.scale, "zero_point": stored.zero_point}
+        tensors = {name: getattr(stored, name) for name in STATE_PARTS}
         return {k: t[:, :, : self.num_blocks].contiguous() for k, t in tensors.items() if t is not None}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
@@ -248,10 +266,12 @@ class BlockStore:
         if not state:
             self._set(None)
             return
-        encoded = EncodedBlocks(state["codes"], state.get("scale"), state.get("zero_point"))
+        encoded = EncodedBlocks(
+            state["codes"], state.get("scale"), state.get("zero_point"), factor=state.get("factor")
+        )
         if self.own_layout is not None and self.layout is not None and encoded.scale is not None:
             codes = self.layout.unpack(encoded.codes)
-            encoded = self._encoded(QuantizedGroups(codes, encoded.scale, encoded.zero_point))
+            encoded = self._encoded(QuantizedGroups(codes, encoded.scale, encoded.zero_point, encoded.factor))
             if encoded.metadata is None:
                 self._left, self.own_layout = self.own_layout, None
         self._set(encoded)
@@ -262,14 +282,14 @@ class BlockStore:
         expected = {"codes"}
         if self._quantizer is not None:
             expected |= {"scale"} if self.spec.symmetric else {"scale", "zero_point"}
+            expected |= {"factor"} if self.spec.has_factor else set()
         if set(state) != expected:
             raise ValueError(f"stored blocks must have the tensors {sorted(expected)}, got {sorted(state)}.")
         lead = state["codes"].shape[:3]
         per_channel = self.spec.granularity == "per_channel"
         rows, row = (self.head_dim, self.block_length) if per_channel else (self.block_length, self.head_dim)
-        shapes = (
-            {"codes": (rows, self.layout.num_bytes)} if self.layout else {"codes": (self.block_length, self.head_dim)}
-        )
+        codes = (rows, self.layout.num_bytes) if self.layout else (self.block_length, self.head_dim)
+        shapes: dict[str, tuple[int, ...]] = {"codes": codes, "factor": (row,)}
         groups = (rows, -(-row // self.spec.group_size))
         for name, tensor in state.items():
             shape = tuple(lead) + shapes.get(name, groups)
@@ -277,4 +297,4 @@ class BlockStore:
                 raise ValueError(f"stored `{name}` must have the shape {shape}, got {tuple(tensor.shape)}.")
 
 
-__all__ = ["BlockLayout", "BlockStore", "EncodedBlocks", "QuantizedGroups"]
+__all__ = ["STATE_PARTS", "BlockLayout", "BlockStore", "EncodedBlocks", "QuantizedGroups"]

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from kvquant_hf import KVQuantConfig, QuantSpec, list_presets
-from kvquant_hf.config import BACKENDS, GROUP_SIZES, NBITS
+from kvquant_hf.config import BACKENDS, GROUP_SIZES, METHODS, NBITS
+from kvquant_hf.quantizers import QUANTIZERS
 
 PRESETS = ["dense", "k2v2", "k3v3", "k4v2", "k4v4", "k8v8", "kivi-int2", "kivi-int4"]
 
@@ -25,7 +26,7 @@ PRESETS = ["dense", "k2v2", "k3v3", "k4v2", "k4v4", "k8v8", "kivi-int2", "kivi-i
         ("granularity", "per_chanel", ("per_channel", "per_token")),
         ("rope", "none", ("pre", "post")),
         ("rotation", "haar", ("none", "hadamard")),
-        ("method", "afine", ("affine",)),
+        ("method", "afine", METHODS),
         ("symmetric", 1, (False, True)),
         ("clip", "max", ("minmax", "mse")),
     ],
@@ -172,6 +173,24 @@ def test_everything_a_cache_takes_resolves(tmp_path):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_name_is_accepted_in_settings(backend):
     assert KVQuantConfig(backend=backend).backend == backend
+
+
+def test_every_method_is_registered():
+    assert set(METHODS) == set(QUANTIZERS)
+
+
+def test_tiles_have_as_many_tokens_as_a_group_and_their_factors_count():
+    side = {"nbits": 2, "group_size": 128, "method": "variance_normalized"}
+    config = KVQuantConfig().replace(key=side, value=side)
+    assert config.block_length == 128
+    assert config.key.metadata_bits(64) == 32 / 128 + 16 / 64
+    assert config.value.metadata_bits(64, 128) == 32 / 64 + 16 / 128
+    assert config.nominal_bits(64) == 2.5625
+    assert config.nominal_bits(128) == 2.375
+    values_only = KVQuantConfig().replace(value=side)
+    assert (values_only.block_length, values_only.key.has_factor, values_only.value.has_factor) == (128, False, True)
+    assert KVQuantConfig().replace(key=side | {"group_size": 64}, value=side).block_length == 128
+    assert not QuantSpec(16, method="variance_normalized").has_factor
 
 
 def test_metadata_bits_count_short_groups():

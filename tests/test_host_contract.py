@@ -70,6 +70,15 @@ STATES = {
     "K16V4": _fill(100, settings(16, 4)),
     "K4V16": _fill(100, settings(4, 16)),
     "hadamard": _fill(100, settings(key={"rotation": "hadamard"}, value={"rotation": "hadamard"})),
+    "variance-normalized": _fill(
+        100,
+        settings(
+            2,
+            3,
+            key={"method": "variance_normalized"},
+            value={"method": "variance_normalized", "rotation": "hadamard"},
+        ),
+    ),
     "lossless": _fill(100, LOSSLESS["16-bit"]),
 }
 

@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from kvquant_hf import QuantCache
+from kvquant_hf import QuantCache, list_presets
 from kvquant_hf._compat import cache_kwargs
 from tests.tiny_models import tiny_model
 
@@ -14,6 +15,7 @@ SETTINGS = {
     "k3v3": {"residual_length": 0, "sink_length": 0},
     "kivi-int2": {"residual_length": 16},
     "dense": {},
+    "factors": {"residual_length": 16} | {side: {"method": "variance_normalized"} for side in ("key", "value")},
 }
 
 
@@ -38,7 +40,7 @@ def next_logits(model, cache):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 def test_a_loaded_cache_continues_exactly(family, quant, tmp_path):
     model = tiny_model(family)
-    cache = filled(model, quant, **SETTINGS[quant])
+    cache = filled(model, quant if quant in list_presets() else "k2v2", **SETTINGS[quant])
     cache.save(tmp_path / "c")
     loaded = QuantCache.load(tmp_path / "c", model.config)
     assert loaded.quant_config == cache.quant_config
@@ -46,6 +48,17 @@ def test_a_loaded_cache_continues_exactly(family, quant, tmp_path):
     for _ in range(40):  # across flushes
         assert torch.equal(next_logits(model, loaded), next_logits(model, cache))
     assert loaded.memory_report().codes == cache.memory_report().codes
+
+
+def test_files_hold_factors_only_where_a_method_has_them(tmp_path):
+    model = tiny_model("llama")
+    for quant in ("k4v4", "factors"):
+        filled(model, "k4v4", **SETTINGS[quant]).save(tmp_path / quant)
+        names = set(load_file(tmp_path / quant / "cache.safetensors"))
+        found = {name for name in names if name.endswith(".factor")}
+        assert found == (
+            set() if quant == "k4v4" else {f"layers.{i}.{s}.factor" for i in (0, 1) for s in ("key", "value")}
+        )
 
 
 def test_an_empty_cache_and_overrides_by_layer_survive(tmp_path):

@@ -18,7 +18,14 @@ SPECS = [
     for nbits in (2, 3, 4, 8)
     for granularity in ("per_channel", "per_token")
     for rotation, symmetric in (("none", False), ("hadamard", True))
-] + [QuantSpec(nbits=16)]
+]
+SPECS += [
+    QuantSpec(nbits, granularity, 16, rotation=rotation, symmetric=symmetric, method="variance_normalized")
+    for nbits in (2, 8)
+    for granularity in ("per_channel", "per_token")
+    for rotation, symmetric in (("none", False), ("hadamard", True))
+]
+SPECS += [QuantSpec(nbits=16)]
 
 
 def spec_id(spec: QuantSpec) -> str:
@@ -44,6 +51,8 @@ def test_growth_changes_no_earlier_value(spec, head_dim):
         step = 2 * data.abs().max() * (head_dim**0.5 if spec.rotation == "hadamard" else 1)
         assert (at_once.read(0, 7) - data).abs().max() < step
         assert not torch.equal(at_once.read(0, 7), data)
+        if spec.nbits == 8:
+            assert (at_once.read(0, 7) - data).abs().max() < 0.03 * data.abs().max()
     else:
         assert torch.equal(at_once.read(0, 7), data)
 
@@ -53,10 +62,16 @@ def test_reported_bytes_are_the_storages(spec):
     store = BlockStore(spec, L, 32, torch.bfloat16)
     for i in range(9):
         store.append(store.encode(blocks_of(1, 32, seed=i)))
-        held = sum(t.untyped_storage().nbytes() for t in (store.codes, store.scale, store.zero_point) if t is not None)
+        parts = (store.codes, store.scale, store.zero_point, store.factor)
+        held = sum(t.untyped_storage().nbytes() for t in parts if t is not None)
         assert sum(store.bytes_by_part().values()) == held
     values = B * H * 9 * L * 32
     assert store.bytes_by_part()["codes"] == values * spec.nbits // 8
+    assert (store.factor is not None) == spec.has_factor
+    if store.factor is not None:
+        assert store.bytes_by_part()["scales"] == 2 * B * H * 9 * (
+            store.scale[0, 0, 0].numel() + store.factor.shape[3]
+        )
 
 
 def test_scales_widen_without_changing_what_is_stored():
@@ -70,6 +85,21 @@ def test_scales_widen_without_changing_what_is_stored():
     store.append(store.encode(blocks_of(1, 16, seed=2)))
     assert store.scale.dtype == torch.float32
     assert torch.isfinite(store.read(0, 4)).all()
+
+
+def test_factors_widen_without_changing_what_is_stored():
+    """No method stores float32 factors yet; the format has room for them."""
+    spec = QuantSpec(nbits=4, group_size=16, method="variance_normalized")
+    store = BlockStore(spec, L, 16, torch.float32)
+    store.append(store.encode(blocks_of(2, 16, seed=0)))
+    before = store.read(0, 2).clone()
+    assert store.factor.dtype == torch.float16
+    wide = store.encode(blocks_of(1, 16, seed=1))
+    wide.factor = 1e6 * wide.factor.float()
+    store.append(wide)
+    assert (store.factor.dtype, store.scale.dtype) == (torch.float32, torch.float16)
+    assert torch.equal(store.read(0, 2), before)
+    assert store.read(2, 3).abs().max() > 1e5
 
 
 ACTIONS = st.lists(
@@ -129,5 +159,10 @@ def test_state_round_trip_and_damage(spec):
     damaged["codes"] = damaged["codes"][..., :-1]
     with pytest.raises(ValueError, match="stored `codes` must have the shape"):
         BlockStore(spec, L, 24, torch.float32).load_state(damaged)
+    for name in set(state) - {"codes"}:
+        with pytest.raises(ValueError, match=f"stored `{name}` must have the shape"):
+            BlockStore(spec, L, 24, torch.float32).load_state(state | {name: state[name][..., :-1]})
+        with pytest.raises(ValueError, match="stored blocks must have the tensors"):
+            BlockStore(spec, L, 24, torch.float32).load_state({k: t for k, t in state.items() if k != name})
     with pytest.raises(ValueError, match="stored blocks must have the tensors"):
         BlockStore(spec, L, 24, torch.float32).load_state({"scale": state["codes"]})

@@ -42,8 +42,19 @@ class AffineQuantizer:
         codes = self._codes(groups, scale, zero_point)
         return QuantizedGroups(codes.to(torch.uint8).flatten(-2)[..., : rows.shape[-1]], scale, zero_point)
 
-    def dequantize(self, codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None) -> torch.Tensor:
+    def dequantize(
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor | None,
+        factor: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Values of codes, see `Quantizer.dequantize`."""
+        values = self._unscaled(codes, scale, zero_point)
+        return values if factor is None else values.mul_(factor.float()[..., None, :])
+
+    def _unscaled(self, codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None) -> torch.Tensor:
+        """`scale · code + zero_point`, `[..., length]`, float32."""
         length = codes.shape[-1]
         if length % self.group_size == 0:
             groups = codes.reshape(*codes.shape[:-1], -1, self.group_size).float()

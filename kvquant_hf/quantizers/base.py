@@ -11,18 +11,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QuantizedGroups:
-    """Rows of codes with the parameters of their groups: `x ≈ scale · code + zero_point`.
+    """Rows of codes with the parameters of their groups: `x ≈ (scale · code + zero_point) · factor`.
 
     Attributes:
-        codes: `[..., length]`, uint8, below `2 ** nbits`.
-        scale: `[..., num_groups]`, the dtype it is stored in.
-        zero_point: Like `scale`, in the units of `x`; `None` for symmetric codes, whose zero point follows from the
-            scale.
+        codes: `[..., rows, length]`, uint8, below `2 ** nbits`.
+        scale: `[..., rows, num_groups]`, the dtype it is stored in.
+        zero_point: Like `scale`, in the units of `x / factor`; `None` for symmetric codes, whose zero point follows
+            from the scale.
+        factor: `[..., length]`, one number per element of a row, the same for all rows of a block: per token for keys
+            whose rows are channels, per channel for values whose rows are tokens. `None`: 1.
     """
 
     codes: torch.Tensor
     scale: torch.Tensor
     zero_point: torch.Tensor | None
+    factor: torch.Tensor | None = None
 
 
 class Quantizer(Protocol):
@@ -34,13 +37,21 @@ class Quantizer(Protocol):
         """Codes of rows.
 
         Args:
-            rows: `[..., length]`, float32. Groups are consecutive elements; the last one may be shorter.
+            rows: `[..., rows, length]`, float32: whole blocks. Groups are consecutive elements of a row; the last one
+                may be shorter.
             range_rows: Like `rows`: what the parameters are fitted to, where that differs (padding left out).
                 Elements of `rows` outside the fitted range take the nearest code.
 
         Returns:
-            Codes computed against the parameters as stored, that is, after rounding.
+            Codes computed against the parameters as stored, that is, after rounding. They have a `factor` if and only
+            if `QuantSpec.has_factor` says so.
         """
 
-    def dequantize(self, codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None) -> torch.Tensor:
-        """Values of codes, `[..., length]`, float32."""
+    def dequantize(
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor | None,
+        factor: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Values of codes, `[..., rows, length]`, float32; arguments as `QuantizedGroups` describes them."""

@@ -36,6 +36,7 @@ def filled_layer(
     dtype: torch.dtype = torch.float32,
     rotation: KeyRotation | None = None,
     padding: list[int] | None = None,
+    uneven: bool = False,
     **settings,
 ) -> QuantLayer:
     generator = torch.Generator().manual_seed(tokens)
@@ -46,6 +47,9 @@ def filled_layer(
     keys = torch.randn(batch_size, tokens, kv_heads, head_dim, generator=generator).to(dtype).transpose(1, 2)
     shape = (batch_size, tokens, kv_heads, value_dim or head_dim)
     values = torch.randn(shape, generator=generator).to(dtype).transpose(1, 2)
+    if uneven:  # tokens of keys and channels of values of all sizes
+        keys *= (0.5 * torch.randn(keys[..., :1].shape, generator=generator)).exp().to(dtype)
+        values *= torch.randn(values[:, :, :1].shape, generator=generator).exp().to(dtype)
     layer.update(keys, values)
     return layer
 
@@ -190,6 +194,60 @@ def test_padded_rows_with_their_own_sinks(rotation, rotate):
     for row, count in enumerate((37, 2, 0)):
         mask[row, ..., :count] = False
     check(layer, 4, 1, mask)
+
+
+FACTORS = {
+    "both": {},
+    "keys": {"value": {"method": "affine"}},
+    "values": {"key": {"method": "affine"}},
+    "k8v8": {"key": {"nbits": 8}, "value": {"nbits": 8}},
+    "k3v4-symmetric": {"key": {"nbits": 3, "symmetric": True}, "value": {"symmetric": True}},
+    "k4v16": {"value": {"nbits": 16}},
+    "k16v4": {"key": {"nbits": 16}},
+    "hadamard-values": {"value": {"rotation": "hadamard"}, "dtype": torch.bfloat16},
+    "hadamard-both": {"key": {"rotation": "hadamard"}, "value": {"rotation": "hadamard"}, "dtype": torch.float16},
+    "tiles-of-128": {"key": {"group_size": 128}, "value": {"group_size": 128, "nbits": 2}, "head_dim": 64},
+    "tiles-of-16": {"key": {"group_size": 16}, "value": {"group_size": 16}, "head_dim": 48},
+    "groups-within-tiles": {"key": {"group_size": 32}, "value": {"group_size": 64}, "head_dim": 96},
+    "no-multiple-of-32": {"head_dim": 80, "value_dim": 48},
+    "torch-only": {"head_dim": 24},
+    "swapped": {"key": {"granularity": "per_token"}, "value": {"granularity": "per_channel"}},
+}
+
+
+@pytest.mark.parametrize("rotary", [False, True], ids=["post", "pre"])
+@pytest.mark.parametrize("name", FACTORS)
+def test_factors_of_tokens_and_channels(name, rotary):
+    settings = dict(FACTORS[name])
+    head_dim = settings.get("head_dim", 32)
+    for side in ("key", "value"):
+        settings[side] = {"method": "variance_normalized", "nbits": 4} | settings.get(side, {})
+    settings["rotation"] = KeyRotation(1 / 100 ** (torch.arange(head_dim // 2) / (head_dim // 2)), head_dim)
+    layer = filled_layer(309, uneven=True, **(settings if rotary else settings | {"rotation": None}))
+    assert layer.quantized_length >= 256
+    for store in layer._block_stores():
+        if store.spec.has_factor:
+            assert store.factor.amax() > 2 * store.factor.amin()  # else nothing would show
+    check(layer, 6, 1, None)
+    check(layer, 2, 3, torch.rand(2, 1, 3, 309) > 0.3)
+
+
+def test_factors_of_padded_rows():
+    sides = {side: {"method": "variance_normalized", "rotation": "hadamard"} for side in ("key", "value")}
+    layer = filled_layer(140, batch_size=3, padding=[37, 2, 0], uneven=True, **sides)
+    mask = torch.ones(3, 1, 1, 140, dtype=torch.bool)
+    for row, count in enumerate((37, 2, 0)):
+        mask[row, ..., :count] = False
+    check(layer, 4, 1, mask)
+
+
+def test_factors_in_float32_are_read():
+    sides = {side: {"method": "variance_normalized"} for side in ("key", "value")}
+    layer = filled_layer(150, uneven=True, **sides)
+    for store in layer._block_stores():
+        store.factor = store.factor.float()
+    assert cpu.unsupported(layer.view()) is None
+    check(layer, 4, 1, None)
 
 
 def test_values_of_another_size_than_keys():

@@ -1,10 +1,12 @@
 """Compiled quantizing and packing against the quantizer and the layout in PyTorch."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
+from kvquant_hf import ops
 from kvquant_hf.config import QuantSpec
 from kvquant_hf.ops import cpu
 from kvquant_hf.rope import KeyRotation
@@ -106,6 +108,15 @@ def test_the_least_squared_error_is_found(nbits, symmetric):
     assert (got.scale == want.scale).float().mean() > 0.99
     plain = cpu.encode(QuantSpec(nbits, "per_token", symmetric=symmetric), states, L)
     assert not torch.equal(got.scale, plain.scale)
+
+
+@pytest.mark.parametrize("granularity", ["per_channel", "per_token"])
+def test_other_methods_are_left_to_their_quantizers(granularity):
+    spec = QuantSpec(4, granularity, rope="post", method="variance_normalized")
+    assert not cpu.can_encode(spec, torch.float32, torch.device("cpu"), L, 64)
+    assert ops.encode_blocks(BlockStore(spec, L, 64, torch.float32), states_like(1, 1, L, 64), 0, 0) is None
+    plain = replace(spec, method="affine")
+    assert ops.encode_blocks(BlockStore(plain, L, 64, torch.float32), states_like(1, 1, L, 64), 0, 0) is not None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e5, -1e5])

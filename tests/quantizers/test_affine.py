@@ -29,9 +29,13 @@ def round_trip(rows: torch.Tensor, **settings) -> tuple[torch.Tensor, object]:
 def test_error_is_within_half_a_step(name, nbits, group_size, length):
     torch.manual_seed(0)
     rows = torch.randn(2, 3, length)
-    quantizer = QUANTIZERS[name](QuantSpec(nbits=nbits, group_size=group_size))
+    spec = QuantSpec(nbits=nbits, group_size=group_size, method=name)
+    quantizer = QUANTIZERS[name](spec)
     groups = quantizer.quantize(rows)
-    values = quantizer.dequantize(groups.codes, groups.scale, groups.zero_point)
+    values = quantizer.dequantize(groups.codes, groups.scale, groups.zero_point, groups.factor)
+    assert (groups.factor is not None) == spec.has_factor
+    if groups.factor is not None:  # ranges, and errors, are those of the rows over their factors
+        rows, values = (t / groups.factor.float()[:, None, :] for t in (rows, values))
     assert groups.scale.dtype == torch.float16
     assert groups.scale.shape == (2, 3, -(-length // group_size))
     for first in range(0, length, group_size):

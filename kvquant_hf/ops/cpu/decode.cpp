@@ -8,6 +8,7 @@
 //   ROPE     0: keys are read as stored, 1: pairs (i, i + RW/2), 2: pairs (2i, 2i + 1)
 //   RO RW    first rotated channel and number of rotated channels
 //   KH VH    whether keys, values are stored in the Hadamard basis
+//   KF VF    whether keys have a factor per token, values one per channel of a block
 //   KIND     element type of exact tokens (enum Kind)
 //
 // Legend: B batch, H key/value heads, G query heads that share one, N blocks, T tokens. Rows of codes are packed as in
@@ -17,7 +18,8 @@
 
 constexpr int unit_of(int n) { return n % 32 == 0 ? 32 : 16; }
 constexpr int UK = unit_of(L), UV = unit_of(DV), WK = UK / 16, WV = UV / 16;
-constexpr int NB = L < 64 ? 64 / L : 1, TILE = NB * L;  // blocks and tokens that share one softmax step
+// Blocks and tokens that share one softmax step: one block where its values are summed apart, for their factors.
+constexpr int NB = !VF && L < 64 ? 64 / L : 1, TILE = NB * L;
 constexpr int HALF = RW / 2, PAIRS = (HALF + 15) / 16 * 16;
 constexpr int NGK = L / GK, NGV = (DV + GV - 1) / GV;
 constexpr int PARTS = VH ? 2 : 1;  // sums in the plain and in the Hadamard basis
@@ -44,6 +46,9 @@ struct Args {
   float *scratch;                  // [tasks, R, 2 + PARTS · DV] for splits
   int64_t batch, heads, group, q_len, blocks, first, splits;
   Exact exact[3];
+  const char *kfactor, *vfactor;   // factors [B, H, N, L] of keys and [B, H, N, DV] of values
+  int64_t kfb, kfh, vfb, vfh;      // their strides of batch and head, in elements
+  int64_t kfwide, vfwide;          // whether they are float32 instead of float16
 };
 
 struct State {
@@ -190,8 +195,9 @@ INLINE void turn_queries(const Args &a, State &st, int64_t n, float (*x)[PAIRS +
   }
 }
 
-static __attribute__((noinline)) void score_codes(const Args &a, State &st, const uint8_t *k, int64_t meta0, int64_t n, int first,
-                                                  const Next &next) {
+// `factors`: place of the first factor of block 0, with KF.
+static __attribute__((noinline)) void score_codes(const Args &a, State &st, const uint8_t *k, int64_t meta0,
+                                                  [[maybe_unused]] int64_t factors, int64_t n, int first, const Next &next) {
   constexpr int ROW = L * KB / 8;
   alignas(64) float scale[D * NGK], zero[D * NGK], x[R][PAIRS + 1], y[R][PAIRS + 1];
   for (int i = 0; i < D * NGK; i += 16) {
@@ -247,6 +253,11 @@ static __attribute__((noinline)) void score_codes(const Args &a, State &st, cons
       }
       for (int d = RO + RW; d < D; d++) plain(d);
     }
+    if constexpr (KF != 0)
+      each<WK>([&](auto i) INLINED {
+        vf factor = meta(a.kfactor, factors + n * L + u * UK + 16 * i, a.kfwide);
+        each<R>([&](auto r) INLINED { acc[r][i] *= factor; });
+      });
     each<R>([&](auto r) INLINED {
       each<WK>([&](auto i) INLINED { store(&st.s[r][first + u * UK + 16 * i], acc[r][i]); });
     });
@@ -262,9 +273,9 @@ INLINE float most_of(const float *p, int count) {
 }
 
 // sum[r][d] += Σ_t p[r][t] · scale[g][t] · code[t][d] with integer dot products: the weights become integers of DIGITS
-// bytes, and each byte is multiplied with the codes of four tokens at a time.
-template <int ROW>
-INLINE void sum_integers(const uint8_t *rows, int tokens, const float (*p)[TILE], float (*scale)[TILE], float (*sum)[DV]) {
+// bytes, and each byte is multiplied with the codes of four tokens at a time. `add(r, g, d, x)` adds sixteen sums.
+template <int ROW, class Add>
+INLINE void sum_integers(const uint8_t *rows, int tokens, const float (*p)[TILE], float (*scale)[TILE], Add add) {
   constexpr int DIGITS = KIND == F32 ? 3 : 2, AT_ONCE = R * DIGITS * WV <= 24 ? WV : 1;
   alignas(64) int32_t digits[NGV][R][TILE];  // of each four tokens: four lowest bytes, four next, …
   // A bit less than the largest integer, since products are rounded.
@@ -303,12 +314,11 @@ INLINE void sum_integers(const uint8_t *rows, int tokens, const float (*p)[TILE]
       }
       each<AT_ONCE>([&](auto i) INLINED {
         each<R>([&](auto r) INLINED {
-          float *out = &sum[r][d + 16 * (i0 + i)];
           __m512i high = acc[r * DIGITS + DIGITS - 1][i];
           if (DIGITS == 3) high = _mm512_add_epi32(_mm512_slli_epi32(high, 8), acc[r * DIGITS + 1][i]);
           vf x = (vf)_mm512_cvtepi32_ps(high) * 256.f + (vf)_mm512_cvtepi32_ps(acc[r * DIGITS][i]);
           int g = GV >= UV ? d / GV : (d + 16 * (i0 + i)) / GV;
-          store(out, load(out) + x * (most_p[r] * most_scale[g] * (1 / FULL)));
+          add(r, g, d + 16 * (i0 + i), x * (most_p[r] * most_scale[g] * (1 / FULL)));
         });
       });
     }
@@ -316,9 +326,14 @@ INLINE void sum_integers(const uint8_t *rows, int tokens, const float (*p)[TILE]
 #endif
 
 #if VB != 16
-static __attribute__((noinline)) void sum_codes(const Args &a, State &st, const uint8_t *v, int64_t meta0, int64_t n, int tokens) {
+// `factors`: place of the first factor of block 0, with VF.
+static __attribute__((noinline)) void sum_codes(const Args &a, State &st, const uint8_t *v, int64_t meta0,
+                                                [[maybe_unused]] int64_t factors, int64_t n, int tokens) {
   constexpr int ROW = DV * VB / 8;
   alignas(64) float scale[NGV][TILE];
+  // With factors the zero points of a block are added to its sums: st.zero stays empty.
+  [[maybe_unused]] vf apart[R][NGV] = {};
+  auto &zeros = VF ? apart : st.zero;
   for (int t0 = 0; t0 < tokens; t0 += L) {
     alignas(64) float step[NGV][L], zero[NGV][L];
     for (int i = 0; i < L * NGV; i += 16) {
@@ -333,12 +348,21 @@ static __attribute__((noinline)) void sum_codes(const Args &a, State &st, const 
     for (int g = 0; g < NGV; g++) {
       memcpy(&scale[g][t0], step[g], sizeof step[g]);
       for (int r = 0; r < R; r++)
-        for (int t = 0; t < L; t += 16) st.zero[r][g] += load(&st.s[r][t0 + t]) * load(&zero[g][t]);
+        for (int t = 0; t < L; t += 16) zeros[r][g] += load(&st.s[r][t0 + t]) * load(&zero[g][t]);
     }
   }
+  [[maybe_unused]] float offset[R][NGV];
+  if constexpr (VF != 0)
+    for (int r = 0; r < R; r++)
+      for (int g = 0; g < NGV; g++) offset[r][g] = hsum(apart[r][g]);
+  auto add = [&](int r, [[maybe_unused]] int g, int d, vf x) INLINED {
+    float *sum = &st.sum[PARTS - 1][r][d];
+    if constexpr (VF != 0) x = (x + offset[r][g]) * meta(a.vfactor, factors + n * DV + d, a.vfwide);
+    store(sum, load(sum) + x);
+  };
   const uint8_t *rows = v + n * L * ROW;
 #if DOT8
-  sum_integers<ROW>(rows, tokens, st.s, scale, st.sum[PARTS - 1]);
+  sum_integers<ROW>(rows, tokens, st.s, scale, add);
 #else
   alignas(64) float w[NGV][R][TILE];
   for (int g = 0; g < NGV; g++)
@@ -357,10 +381,7 @@ static __attribute__((noinline)) void sum_codes(const Args &a, State &st, const 
       }
     }
     for (int r = 0; r < R; r++)
-      for (int i = 0; i < WV; i++) {
-        float *sum = &st.sum[PARTS - 1][r][d + 16 * i];
-        store(sum, load(sum) + acc[r][i]);
-      }
+      for (int i = 0; i < WV; i++) add(r, GV >= UV ? d / GV : (d + 16 * i) / GV, d + 16 * i, acc[r][i]);
   }
 #endif
 }
@@ -383,6 +404,7 @@ static void block_part(const Args &a, int b, int h, int64_t row, int64_t n0, int
   constexpr int KSIZE = KB == 16 ? size_of(KIND) : 1, VSIZE = VB == 16 ? size_of(KIND) : 1;
   const char *k = a.kc + (b * a.kcb + h * a.kch) * KSIZE, *v = a.vc + (b * a.vcb + h * a.vch) * VSIZE;
   [[maybe_unused]] int64_t kmeta = b * a.ksb + h * a.ksh, vmeta = b * a.vsb + h * a.vsh;
+  [[maybe_unused]] int64_t kfactors = KF ? b * a.kfb + h * a.kfh : 0, vfactors = VF ? b * a.vfb + h * a.vfh : 0;
   for (int64_t n = n0; n < n1; n += NB) {
     int blocks = n1 - n < NB ? n1 - n : NB;
 #if KB == 16
@@ -391,7 +413,7 @@ static void block_part(const Args &a, int b, int h, int64_t row, int64_t n0, int
     for (int j = 0; j < blocks; j++) {
       int64_t next = n + j + 1 < n1 ? n + j + 1 : n;
       expect_parameters(a, kmeta, vmeta, next);
-      score_codes(a, st, (const uint8_t *)k, kmeta, n + j, j * L, {k + next * D * L * KB / 8, v + next * L * DV * VB / 8});
+      score_codes(a, st, (const uint8_t *)k, kmeta, kfactors, n + j, j * L, {k + next * D * L * KB / 8, v + next * L * DV * VB / 8});
     }
 #endif
     if (a.mask) add_mask(a, st, b, h, row, a.first + n * L, blocks * L);
@@ -399,7 +421,7 @@ static void block_part(const Args &a, int b, int h, int64_t row, int64_t n0, int
 #if VB == 16
     sum_exact(st, v + n * L * DV * VSIZE, DV, blocks * L);
 #else
-    sum_codes(a, st, (const uint8_t *)v, vmeta, n, blocks * L);
+    sum_codes(a, st, (const uint8_t *)v, vmeta, vfactors, n, blocks * L);
 #endif
   }
 }

@@ -63,6 +63,7 @@ class _Plan:
 
     blocks: list[int]
     tables: list[int]
+    factors: list[int]
     defines: tuple[tuple[str, int], ...]
     calls: dict[tuple[int, ...], "_Call"]
 
@@ -157,7 +158,8 @@ def _new_call(plan: _Plan, view: "KVView", num_heads: int, q_len: int, kind: int
         + [0] * 5
         + plan.tables
         + [0, batch_size, heads, num_heads // heads, q_len, view.num_blocks, view.num_sinks, splits]
-        + [0] * 30,
+        + [0] * 30
+        + plan.factors,
     )
     function = _function((*plan.defines, ("R", chunk)))
     return _Call(function, args, args.buffer_info()[0], (), scratch)
@@ -177,8 +179,9 @@ def _plan(view: "KVView") -> _Plan:
     key, value, rotation = view.key_store.spec, view.value_store.spec, view.rotation
     blocks = [0] * 16
     tables = [0] * 4
+    factors = [0] * 8
     if view.num_blocks:
-        blocks = _block_fields(view)
+        blocks, factors = _block_fields(view), _factor_fields(view)
         if rotation is not None:
             starts = start_tables(rotation, view.num_sinks, view.block_length, view.num_blocks)
             tables = [table.data_ptr() for table in (*starts, *offset_columns(rotation, view.block_length))]
@@ -195,9 +198,11 @@ def _plan(view: "KVView") -> _Plan:
         "RW": 0 if rotation is None else rotation.rotary_dim,
         "KH": int(key.is_quantized and key.rotation == "hadamard"),
         "VH": int(value.is_quantized and value.rotation == "hadamard"),
+        "KF": int(key.has_factor),
+        "VF": int(value.has_factor),
         "KIND": ELEMENT_KINDS[view.key_dtype],
     }
-    plan = _Plan(blocks, tables, tuple(defines.items()), {})
+    plan = _Plan(blocks, tables, factors, tuple(defines.items()), {})
     view.memo["cpu"] = plan
     return plan
 
@@ -215,6 +220,15 @@ def _block_fields(view: "KVView") -> list[int]:
         strides += [0, 0] if scale is None else [scale.stride(0), scale.stride(1)]
         wide.append(int(scale is not None and scale.dtype == torch.float32))
     return pointers + strides + wide
+
+
+def _factor_fields(view: "KVView") -> list[int]:
+    """Addresses and strides of the factors of keys and values, zeros where there are none, likewise."""
+    factors = [store.factor for store in (view.key_store, view.value_store)]
+    fields = [0 if factor is None else factor.data_ptr() for factor in factors]
+    for factor in factors:
+        fields += [0, 0] if factor is None else factor.stride()[:2]
+    return fields + [int(factor is not None and factor.dtype == torch.float32) for factor in factors]
 
 
 def _put_exact(call: _Call, view: "KVView") -> None:

@@ -32,6 +32,8 @@ def decode_split_kernel(
     key_metadata,
     value_codes,
     value_metadata,
+    key_factor,
+    value_factor,
     start_table,
     offset_table,
     sink_keys,
@@ -56,6 +58,10 @@ def decode_split_kernel(
     value_codes_h,
     value_metadata_b,
     value_metadata_h,
+    key_factor_b,
+    key_factor_h,
+    value_factor_b,
+    value_factor_h,
     sink_keys_b,
     sink_keys_h,
     sink_values_b,
@@ -97,6 +103,9 @@ def decode_split_kernel(
     VW: tl.constexpr,
     VWP: tl.constexpr,
     VROW: tl.constexpr,
+    KEY_FACTOR: tl.constexpr,
+    VALUE_FACTOR: tl.constexpr,
+    L: tl.constexpr,
     GP: tl.constexpr,
     BN: tl.constexpr,
     BND: tl.constexpr,
@@ -109,8 +118,9 @@ def decode_split_kernel(
 
     `exact_query` is the query for tokens kept exact, `query` the one for blocks (in the Hadamard basis where keys
     are); both have the strides `query_*`, in elements. Codes and parameters are as `WordLayout` lays them out, or
-    `[B, H, T, D]` where a side has 16 bits. `start_table` and `offset_table` come from `tables.py`. `mask` has the
-    kinds 0 none, 1 bytes (non-zero: attend), 2 additive. `partial`: float32 `[B, H, R, num_splits + 1, DV]`,
+    `[B, H, T, D]` where a side has 16 bits; factors, with `KEY_FACTOR` and `VALUE_FACTOR`, are `[B, H, T]` of keys and
+    `[B, H, T / L, DV]` of values, float16 or float32. `start_table` and `offset_table` come from `tables.py`. `mask`
+    has the kinds 0 none, 1 bytes (non-zero: attend), 2 additive. `partial`: float32 `[B, H, R, num_splits + 1, DV]`,
     `partial_lse` likewise without the last axis.
     """
     split = tl.program_id(0)
@@ -144,6 +154,8 @@ def decode_split_kernel(
             key_metadata + b * key_metadata_b + h * key_metadata_h,
             value_codes + b * value_codes_b + h * value_codes_h,
             value_metadata + b * value_metadata_b + h * value_metadata_h,
+            key_factor + b * key_factor_b + h * key_factor_h,
+            value_factor + b * value_factor_b + h * value_factor_h,
             start_table,
             offset_table,
             first_token,
@@ -174,6 +186,9 @@ def decode_split_kernel(
             VW,
             VWP,
             VROW,
+            KEY_FACTOR,
+            VALUE_FACTOR,
+            L,
             GP,
             BN,
             STAGES,

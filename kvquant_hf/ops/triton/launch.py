@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -127,6 +128,8 @@ def split_arguments(
     batch_size, num_heads, q_len, _ = query.shape
     heads, value_dim = view.key_shape[1], view.value_shape[3]
     key, value = view.key_store, view.value_store
+    if value.spec.has_factor:  # a tile of one block has one set of factors
+        launch = replace(launch, BN=min(launch.BN, view.block_length))
     rows = num_heads // heads * q_len
     row_tile = 8 if rows <= 8 else 16
     programs = batch_size * heads * -(-rows // row_tile)
@@ -246,6 +249,9 @@ def _constants(view: "KVView") -> dict[str, Any]:
         "VW": value_words,
         "VWP": value_padded,
         "VROW": value_row,
+        "KEY_FACTOR": key.spec.has_factor,
+        "VALUE_FACTOR": value.spec.has_factor,
+        "L": view.block_length if value.spec.has_factor else 0,  # without factors, one kernel for all lengths
     }
 
 
@@ -285,13 +291,16 @@ def _strides(name: str, tensor: torch.Tensor | None, axes: str) -> dict[str, int
 
 
 def _block_arguments(side: str, store: "BlockStore", nothing: torch.Tensor) -> dict[str, Any]:
-    """Buffers of codes and parameters with their strides."""
+    """Buffers of codes, parameters and factors with their strides."""
     metadata = store.codes if store.metadata is None else store.metadata
+    factor = metadata if store.factor is None else store.factor
     return {
         f"{side}_codes": nothing if store.codes is None else store.codes,
         f"{side}_metadata": nothing if metadata is None else metadata,
+        f"{side}_factor": nothing if factor is None else factor,
         **_strides(f"{side}_codes", store.codes, "bh"),
         **_strides(f"{side}_metadata", metadata, "bh"),
+        **_strides(f"{side}_factor", factor, "bh"),
     }
 
 

@@ -92,6 +92,8 @@ def packed_segment(
     key_metadata,
     value_codes,
     value_metadata,
+    key_factor,
+    value_factor,
     start_table,
     offset_table,
     first_token,
@@ -122,6 +124,9 @@ def packed_segment(
     VW: tl.constexpr,
     VWP: tl.constexpr,
     VROW: tl.constexpr,
+    KEY_FACTOR: tl.constexpr,
+    VALUE_FACTOR: tl.constexpr,
+    L: tl.constexpr,
     GP: tl.constexpr,
     BN: tl.constexpr,
     STAGES: tl.constexpr,
@@ -129,7 +134,10 @@ def packed_segment(
     ASM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Tokens `first_token … last_token - 1` of the blocks; slots `hidden_from … hidden_to - 1` are left out."""
+    """Tokens `first_token … last_token - 1` of the blocks; slots `hidden_from … hidden_to - 1` are left out.
+
+    A tile lies within one block of `L` tokens where values have factors: these multiply its sum as a whole.
+    """
     peak = tl.full([GP], FLOOR, tl.float32)
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([DVP, GP], tl.float32)
@@ -161,6 +169,8 @@ def packed_segment(
             ).to(tl.float32)
             * scale
         )
+    if VALUE_FACTOR:
+        value_place, value_real = place_of_column(tl.arange(0, DVP), 16 // (2 if VALUE_BITS == 3 else VALUE_BITS), VW)
     for start in tl.range(first_token, last_token, BN, num_stages=STAGES):
         token = start + tl.arange(0, BN)
         if KEY_BITS < 16:
@@ -198,6 +208,9 @@ def packed_segment(
                 other=0.0,
             )
             scores = tl.dot(k.to(tl.float32), tl.trans(q), input_precision=PRECISION)
+        if KEY_FACTOR:
+            factor = tl.load(key_factor + token, mask=token < last_token, other=0.0)
+            scores = scores * factor.to(tl.float32)[:, None]
         slot = first_slot + token
         live = token < last_token
         if PADDED:
@@ -220,7 +233,12 @@ def packed_segment(
                 BN,
                 ASM,
             )
-            acc = tl.dot(tl.trans(v), weights.to(tl.float16), acc=acc * decay[None, :])
+            if VALUE_FACTOR:
+                factor = tl.load(value_factor + start // L * DV + value_place, mask=value_real, other=0.0)
+                part = tl.dot(tl.trans(v), weights.to(tl.float16))
+                acc = acc * decay[None, :] + part * factor.to(tl.float32)[:, None]
+            else:
+                acc = tl.dot(tl.trans(v), weights.to(tl.float16), acc=acc * decay[None, :])
         else:
             value_column = tl.arange(0, DVP)
             v = tl.load(

@@ -16,7 +16,11 @@ from kvquant_hf.ops import available_backends, decode_attention, reference
 from kvquant_hf.ops.triton import WordLayout
 from kvquant_hf.rope import KeyRotation
 
-PRESETS = ["k4v4", "k2v2", "k3v3", "k8v8", "kivi-int2"]
+PRESETS = ["k4v4", "k2v2", "k3v3", "k8v8", "kivi-int2", "factors"]
+FACTORS = {
+    "key": {"nbits": 2, "method": "variance_normalized"},
+    "value": {"nbits": 3, "granularity": "per_token", "method": "variance_normalized", "rotation": "hadamard"},
+}
 CONFIG = LlamaConfig(
     num_hidden_layers=1,
     hidden_size=64,
@@ -37,9 +41,10 @@ def states(tokens: int, seed: int, device: torch.device, batch_size: int = 2) ->
 
 def pair_of_caches(preset: str, device: torch.device, tokens: int = 120):
     """The same tokens in the layout of the GPU backend and in the common one, by prompt and then one by one."""
+    quant = FACTORS if preset == "factors" else preset
     caches = SimpleNamespace(
-        words=QuantCache(CONFIG, preset, backend="triton", **CHANGES),
-        common=QuantCache(CONFIG, preset, backend="torch", **CHANGES),
+        words=QuantCache(CONFIG, quant, backend="triton", **CHANGES),
+        common=QuantCache(CONFIG, quant, backend="torch", **CHANGES),
     )
     for cache in (caches.words, caches.common):
         cache.update(*states(tokens, 0, device), 0)
@@ -74,8 +79,9 @@ def test_values_and_bytes_are_those_of_the_common_layout(preset, device):
 
 
 @pytest.mark.parametrize("act", ["crop-window", "crop-blocks", "reorder", "repeat", "select", "offload", "copy"])
-def test_whatever_is_done_to_the_cache(act, device):
-    caches = pair_of_caches("k2v2", device)
+@pytest.mark.parametrize("preset", ["k2v2", "factors"])
+def test_whatever_is_done_to_the_cache(preset, act, device):
+    caches = pair_of_caches(preset, device)
     for name, cache in vars(caches).items():
         if act == "crop-window":
             cache.crop(-5)
@@ -101,7 +107,7 @@ def test_whatever_is_done_to_the_cache(act, device):
     assert_same(caches)
 
 
-@pytest.mark.parametrize("preset", ["k4v4", "k3v3"])
+@pytest.mark.parametrize("preset", ["k4v4", "k3v3", "factors"])
 def test_saved_caches_load_into_either_layout(preset, device, tmp_path):
     caches = pair_of_caches(preset, device)
     files = {}
@@ -123,8 +129,9 @@ def test_saved_caches_load_into_either_layout(preset, device, tmp_path):
             assert torch.equal(mine, theirs)
 
 
-def test_numbers_too_large_turn_the_layer_to_the_common_layout(device):
-    caches = pair_of_caches("k4v4", device)
+@pytest.mark.parametrize("preset", ["k4v4", "factors"])
+def test_numbers_too_large_turn_the_layer_to_the_common_layout(preset, device):
+    caches = pair_of_caches(preset, device)
     for cache in (caches.words, caches.common):
         cache.update(*(1e5 * part for part in states(64, 5, device)), 0)
     assert_same(caches)
@@ -168,7 +175,8 @@ def test_gradients_are_refused(device):
         decode_attention(torch.randn(1, 1, 1, 32, device=device, requires_grad=True), layer.view())
 
 
-def test_a_model_decodes_with_it(device):
+@pytest.mark.parametrize("quant", ["k4v4", FACTORS], ids=["k4v4", "factors"])
+def test_a_model_decodes_with_it(quant, device):
     """Greedy tokens of a tiny model are those of the torch backend."""
     from transformers import LlamaForCausalLM
 
@@ -177,6 +185,6 @@ def test_a_model_decodes_with_it(device):
     ids = torch.randint(3, 64, (2, 60), generator=torch.Generator().manual_seed(0)).to(device)
     produced = []
     for backend in ("triton", "torch"):
-        cache = QuantCache(model.config, "k4v4", backend=backend, **CHANGES)
+        cache = QuantCache(model.config, quant, backend=backend, **CHANGES)
         produced.append(model.generate(ids, **cache_kwargs(cache), max_new_tokens=4, do_sample=False, pad_token_id=0))
     assert torch.equal(*produced)

@@ -31,6 +31,8 @@ def kv(key_bits: int, value_bits: int, group: int = 32, **both) -> dict:
     }
 
 
+VARN = {"method": "variance_normalized"}
+
 # id, tokens, then what differs from one row, two heads, one query head each, D 32, float16, RoPE over the whole head.
 CASES = [
     ("only-sinks", 3, {}),
@@ -97,6 +99,25 @@ CASES = [
     ("pads-up-to-the-window", 150, {"B": 2, "padding": [146, 60], "mask": "pads"}),
     ("outlier-channels", 200, {"outliers": 30.0, "limit": 4.0}),
     ("small-values", 133, {"magnitude": 2e-3}),
+    ("factors", 133, {"B": 2, **kv(4, 4, **VARN), "spread": 1.0, "dtype": BF16}),
+    ("factors-k2v3-in-short-blocks", 133, {**kv(2, 3, 16, **VARN), "spread": 1.0, "D": 48, "rotation": rope(48, 48)}),
+    (
+        "factors-of-one-tile-each",
+        300,
+        {**kv(2, 2, 64, rotation="hadamard", **VARN), "rotation": None, "D": 64, "spread": 1.0, "G": 3},
+    ),
+    (
+        "factors-tiles-in-blocks-of-128",
+        300,
+        {**kv(2, 8, 128, **VARN), "D": 64, "H": 1, "spread": 1.0, "sm": 5, "launch": Launch(64, 16, 4, 2)},
+    ),
+    ("factors-of-keys", 133, {"key": {"nbits": 3, **VARN}, "value": {"nbits": 16}, "spread": 1.0}),
+    ("factors-of-values", 133, {"key": {"nbits": 16}, "value": {"nbits": 2, **VARN}, "spread": 1.0, "DV": 80}),
+    (
+        "factors-symmetric-padded",
+        150,
+        {**kv(4, 3, symmetric=True, **VARN), "B": 2, "padding": [37, 0], "mask": "pads", "spread": 1.0},
+    ),
     ("large-keys", 133, {"magnitude": 300.0, "scale": 1e-5}),
 ]
 
@@ -136,6 +157,7 @@ def build(
     mask=None,
     outliers=0.0,
     magnitude=1.0,
+    spread=0.0,
     rotation="whole",
     **settings,
 ):
@@ -148,6 +170,9 @@ def build(
     keys = magnitude * torch.randn(B, tokens, H, D, generator=generator)
     keys[..., 1] += magnitude * outliers
     values = magnitude * torch.randn(B, tokens, H, DV or D, generator=generator)
+    if spread:
+        keys *= (spread * torch.randn(B, tokens, H, 1, generator=generator)).exp()
+        values *= (spread * torch.randn(B, 1, H, DV or D, generator=generator)).exp()
     query = torch.randn(B, q_len, G * H, D, generator=generator).to(dtype).transpose(1, 2).to(device)
     layer.update(*(states.to(dtype).transpose(1, 2).to(device) for states in (keys, values)))
     chosen = None if mask is None else masks(mask, B, G * H, q_len, tokens, padding).to(device)

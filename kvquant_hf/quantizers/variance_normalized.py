@@ -1,0 +1,100 @@
+"""Tiles of equal spread: `x ≈ (scale · code + zero_point) · factor`, the factor taken out before rounding."""
+
+import torch
+
+from kvquant_hf.config import QuantSpec
+from kvquant_hf.quantizers.affine import AffineQuantizer
+from kvquant_hf.quantizers.base import QuantizedGroups
+
+# Alternating normalizations of rows and columns; KVarN uses about eight.
+_STEPS = 8
+# Factors lie within this many times their median, where float16 holds all its digits.
+_REACH = 2.0**12
+# Below this share of a row's largest number its spread is rounding, and the row counts as constant.
+_ROW_FLOOR = 1e-6
+_COLUMN_FLOOR = 1e-20
+# Dequantized numbers of a tile stay below this: an error of a step above the largest float32 would be infinite.
+_LARGEST = 2.0**126
+
+
+class VarianceNormalizedQuantizer:
+    """Affine codes of tiles whose rows and columns have been brought to equal standard deviation.
+
+    KVarN (arXiv 2606.03458): a tile of tokens and channels is divided by the standard deviations of its rows and of
+    its columns in turn, until both are even. A factor shared by a whole row needs no place of its own, since scale and
+    zero point of the row's groups take it up; the factor of the columns is stored. For keys per channel it belongs to
+    a token, for values per token to a channel. A token of unusual size then widens nobody else's range. Codes are
+    those of `AffineQuantizer` for the tile over its stored factors, with all its settings.
+
+    A tile whose rows are constant has the factor 1 and comes back as exactly as from `AffineQuantizer`. A constant row
+    among others is off by at most half a step of a range of `|x| · (1 / min f - 1 / max f)`, times `f`.
+
+    Factors are float16: they are limited to 2^-12 … 2^12 of their median, beyond which the range of the groups takes
+    up the rest. Tiles with numbers near the largest float32 have the factor 1.
+    """
+
+    def __init__(self, spec: QuantSpec) -> None:
+        self._affine = AffineQuantizer(spec)
+
+    def quantize(self, rows: torch.Tensor, range_rows: torch.Tensor | None = None) -> QuantizedGroups:
+        """Codes of tiles `[..., rows, length]`, see `Quantizer.quantize`."""
+        fitted = rows if range_rows is None else range_rows
+        factor = column_factors(fitted)
+        divisor = factor.float()[..., None, :]
+        groups = self._affine.quantize(rows / divisor, None if range_rows is None else range_rows / divisor)
+        return QuantizedGroups(groups.codes, groups.scale, groups.zero_point, factor)
+
+    def dequantize(
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor | None,
+        factor: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Values of codes, see `Quantizer.dequantize`."""
+        return self._affine.dequantize(codes, scale, zero_point, factor)
+
+
+def column_factors(tiles: torch.Tensor) -> torch.Tensor:
+    """Standard deviations of the columns once rows and columns have been evened out.
+
+    Args:
+        tiles: `[..., rows, length]`, float32.
+
+    Returns:
+        `[..., length]`, float16, positive; 1 is their median, up to rounding.
+    """
+    peak = tiles.abs().amax(-1, keepdim=True)
+    even = tiles / torch.where(peak > 0, peak, 1.0)
+    factor = torch.ones_like(even[..., :1, :])
+    for _ in range(_STEPS):
+        even /= _spread(even, -1, _ROW_FLOOR)
+        step = _spread(even, -2, _COLUMN_FLOOR)
+        even /= step
+        factor *= step
+    factor /= factor.median(-1, keepdim=True).values
+    factor = factor.clamp_(1 / _REACH, _REACH).half()
+    wide = factor.float()
+    reach = (tiles / wide).abs().amax((-2, -1), keepdim=True) * wide.amax(-1, keepdim=True).clamp_min(1.0)
+    return torch.where(reach <= _LARGEST, factor, torch.ones_like(factor)).squeeze(-2)
+
+
+def _spread(tiles: torch.Tensor, dim: int, floor: float) -> torch.Tensor:
+    """Standard deviation along `dim`, kept as a dimension; 1 where it is below `floor`."""
+    size = tiles.shape[dim]
+    apart = tiles - _sum(tiles, dim) / size
+    deviation = (_sum(apart.square_(), dim) / size).sqrt_()
+    return torch.where(deviation >= floor, deviation, 1.0)
+
+
+def _sum(tiles: torch.Tensor, dim: int) -> torch.Tensor:
+    """Sum along `dim`, kept as a dimension, by halves.
+
+    The order of a reduction of torch's depends on how many there are at once and how they lie in memory; codes must
+    depend on the block alone.
+    """
+    while (size := tiles.shape[dim]) > 1:
+        half = size // 2
+        total = tiles.narrow(dim, 0, half) + tiles.narrow(dim, half, half)
+        tiles = torch.cat([total, tiles.narrow(dim, size - 1, 1)], dim) if size % 2 else total
+    return tiles
