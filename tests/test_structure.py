@@ -52,7 +52,7 @@ def test_imports_follow_the_data():
 
 
 def test_every_module_of_the_core_has_its_place():
-    known = set.union(*LAYERS) | {"__init__", "_compat", "eval", "configs"}
+    known = set.union(*LAYERS) | {"__init__", "_compat", "analysis", "eval", "configs"}
     modules = {path.stem for path in PACKAGE.glob("*.py")} | {
         path.name for path in PACKAGE.iterdir() if path.is_dir() and (path / "__init__.py").exists()
     }
