@@ -7,10 +7,10 @@
     python scripts/analyze_attention.py --models prepared:smollm2-135m --quant k4v4 k2v2,residual_length=64 kivi-int2 \
         --text data/pride_and_prejudice_17_chapters.txt --output_path out/attention
 
-The first form runs a file: its models, text, cache settings and claims, with what else is given here in their place, and
-prints a verdict for each claim. The second form analyzes cache settings of your own; --scores adds perplexity and KL
-through the stored history. Both write report.md (opens with the plot), layers.md, report.json and plots as PNG and SVG,
-and go on where they stopped when the command is repeated.
+The first form runs a file: its models, text, cache settings and claims, with what else is given here in their place;
+it prints a verdict for each claim. The second form analyzes cache settings of your own; --scores adds perplexity and
+KL through the stored history. Both write report.md (opens with the plot), layers.md, report.json and plots as PNG and
+SVG, and go on where they stopped when the command is repeated.
 """
 
 import argparse

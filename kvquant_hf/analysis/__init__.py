@@ -1,4 +1,4 @@
-"""Where quantization error enters attention, measured on real activations, and ablations that test published findings."""
+"""Where quantization error enters attention, on real activations, and ablations that test published findings."""
 
 from kvquant_hf.analysis.ablation import Ablation, load_ablation
 from kvquant_hf.analysis.attention_error import FACTS_NAME, analyze_window

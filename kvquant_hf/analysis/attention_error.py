@@ -24,6 +24,7 @@ from kvquant_hf.rope_probe import find_rotations
 FACTS_NAME = "exact attention"
 _NEEDED = 0.95  # share of a query's probability that the tokens it needs hold
 Pair = tuple[torch.Tensor, torch.Tensor]
+HeadPair = tuple[list[float], list[float]]
 
 
 def analyze_window(
@@ -58,18 +59,23 @@ def analyze_window(
     rotations = find_rotations(model)
     makers = {name: _layers_of(model, config) for name, config in settings.items()}
     wanted = next(iter(makers.values())) if makers else _layers_of(model, KVQuantConfig())
-    found: dict[str, dict[int, dict[str, Pair]]] = {name: {} for name in (*settings, FACTS_NAME)}
+    found: dict[str, dict[int, dict[str, HeadPair]]] = {name: {} for name in (*settings, FACTS_NAME)}
 
     def consume(layer: LayerActivations) -> None:
         index = layer.layer_idx
-        found[FACTS_NAME][index] = attention_facts(layer, rotations[index].rotation)
+        found[FACTS_NAME][index] = _plain(attention_facts(layer, rotations[index].rotation))
         for name, layers in makers.items():
-            found[name][index] = layer_errors(layer, layers[index], protocol)
+            found[name][index] = _plain(layer_errors(layer, layers[index], protocol))
         if progress is not None:
             progress(index)
 
     capture(model, window, wanted, consume, min(queries, protocol.scored))
     return {name: HeadSums.of_layers(layers) for name, layers in found.items()}
+
+
+def _plain(pairs: Mapping[str, Pair]) -> dict[str, HeadPair]:
+    """Sums as lists: small tensors that outlive a layer keep the allocator from reusing what lay around them."""
+    return {name: (error.tolist(), norm.tolist()) for name, (error, norm) in pairs.items()}
 
 
 def _layers_of(model: PreTrainedModel, config: KVQuantConfig) -> dict[int, QuantLayer]:
@@ -195,4 +201,5 @@ def _squares(exact: torch.Tensor, approximate: torch.Tensor) -> Pair:
 
 def _mean(values: torch.Tensor) -> Pair:
     """Sum and count of `[1, H, n]` by head."""
-    return values.double().sum(-1)[0].cpu(), torch.full((values.shape[1],), float(values.shape[2]), dtype=torch.float64)
+    sums = values.double().sum(-1)[0].cpu()
+    return sums, torch.full_like(sums, values.shape[2])

@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 
 @dataclass(frozen=True)
 class Measure:
@@ -98,12 +96,10 @@ class HeadSums:
         return cls(tuple(plain["layers"]), plain["error"], plain["norm"])
 
     @classmethod
-    def of_layers(cls, layers: Mapping[int, Mapping[str, tuple[torch.Tensor, torch.Tensor]]]) -> "HeadSums":
+    def of_layers(cls, layers: Mapping[int, Mapping[str, tuple[list[float], list[float]]]]) -> "HeadSums":
         """Sums of one window from `(error, norm)` pairs `[heads]` by layer and measure."""
         names = list(next(iter(layers.values())))
-        parts = [
-            {name: [found[name][part].tolist() for found in layers.values()] for name in names} for part in (0, 1)
-        ]
+        parts = [{name: [found[name][part] for found in layers.values()] for name in names} for part in (0, 1)]
         return cls(tuple(layers), parts[0], parts[1])
 
     @classmethod
@@ -112,9 +108,7 @@ class HeadSums:
 
         def added(part: str, name: str) -> list[list[float]]:
             grids = [getattr(window, part)[name] for window in windows]
-            return [
-                [sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*grids, strict=True)
-            ]
+            return [[sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*grids, strict=True)]
 
         first = windows[0]
         names = list(first.error)

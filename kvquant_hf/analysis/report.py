@@ -22,7 +22,7 @@ _OVERVIEW = (
     "output_error_from_values",
     "output_error",
 )
-_BY_LAYER = ("key_error", "probability_error", "attention_kl", "value_error", "output_error_from_values", "output_error")
+_BY_LAYER = (*_OVERVIEW, "attention_kl")
 _KL_TITLE = "predictions, KL to the dense cache"
 
 
@@ -121,8 +121,8 @@ def _markdown(ablation: Ablation, measured: Sequence[Measured], report: Mapping[
     lines += [
         f"{ablation.windows} windows of {protocol.context} tokens of {text['text']} from character {text['offset']} "
         f"(sha256 {text['sha256'][:12]}), prefill {protocol.prefill}, then steps of {protocol.step}; attention of the "
-        f"last {min(ablation.queries, protocol.scored)} queries of each window; {report['device']['dtype']}. Attention "
-        "errors are means over heads and layers.",
+        f"last {min(ablation.queries, protocol.scored)} queries of each window; {report['device']['dtype']}. "
+        "Attention errors are means over heads and layers.",
     ]
     if ablation.claims:
         lines += ["", "## Published findings", "", *_claims_table(measured)]
@@ -150,8 +150,8 @@ def _claims_table(measured: Sequence[Measured]) -> list[str]:
         lines.append("| " + " | ".join([*cells, *map(_verdict_cell, verdicts)]) + " |")
     lines += [
         "",
-        "A finding counts as reproduced if the effect has the published direction and at least half its size (of ratios, "
-        "half on a logarithmic scale). `2/2` counts the windows that pass the test alone.",
+        "A finding counts as reproduced if the effect has the published direction and at least half its size (of "
+        "ratios, half on a logarithmic scale). `2/2` counts the windows that pass the test alone.",
     ]
     return lines
 

@@ -19,7 +19,7 @@ from kvquant_hf.analysis.measures import HeadSums
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.eval.environment import package_versions
 from kvquant_hf.eval.models import model_fingerprint, model_name, resolve_model
-from kvquant_hf.eval.score import REFERENCE, CacheFactory, Score, score_windows
+from kvquant_hf.eval.score import CacheFactory, Score, score_windows
 from kvquant_hf.eval.score_store import FileStore
 from kvquant_hf.eval.text import load_text, locate, token_windows
 from kvquant_hf.layer import QuantLayer
@@ -122,9 +122,7 @@ def _attention(
             known = {name: store.get_item(kind, name, window) for name in names}
             left = {name: config for name, config in ablation.settings.items() if known[name] is None}
             if left or known[FACTS_NAME] is None:
-                new = analyze_window(
-                    model, window, left, ablation.protocol, ablation.queries, lambda _: bar.update()
-                )
+                new = analyze_window(model, window, left, ablation.protocol, ablation.queries, lambda _: bar.update())
                 for name, sums in new.items():
                     known[name] = sums.to_dict()
                     store.put_item(kind, name, window, known[name])
@@ -135,9 +133,7 @@ def _attention(
     return {name: tuple(sums) for name, sums in found.items()}
 
 
-def _scores(
-    ablation: Ablation, model: PreTrainedModel, windows: torch.Tensor, store: FileStore
-) -> dict[str, Score]:
+def _scores(ablation: Ablation, model: PreTrainedModel, windows: torch.Tensor, store: FileStore) -> dict[str, Score]:
     def maker(config: KVQuantConfig) -> CacheFactory:
         return lambda: QuantCache(model, config)
 
