@@ -138,29 +138,26 @@ def layer_errors(layer: LayerActivations, settings: QuantLayer, protocol: Protoc
     slots = torch.arange(layer.key.shape[2])
     is_code = ((slots >= first) & (slots < ends[:, None])).to(layer.key.device)  # [N, T]
 
-    exact = layer.raw_scores(layer.key)
-    moved = torch.where(is_code, layer.raw_scores(key), exact)
-    visible = layer.visible.expand(*exact.shape)
-    logs, moved_logs = layer.log_probabilities(exact), layer.log_probabilities(moved)
-    probabilities, moved_probabilities = logs.exp(), moved_logs.exp()
-
-    def read(weights: torch.Tensor) -> torch.Tensor:
-        """Output where codes are read as values of codes."""
-        return layer.output(weights * is_code, value) + layer.output(weights * ~is_code, layer.value)
-
-    output = layer.output(probabilities, layer.value)
+    moved_scores = torch.where(is_code, layer.raw_scores(key), layer.scores)
+    moved_logs = layer.log_probabilities(moved_scores)
+    moved = moved_logs.exp()
+    # Where codes are read the output lacks the error of the values by the probability they get.
+    lost = layer.value.float() - value.float()
+    moved_output = layer.output(moved, layer.value)
+    values_alone = layer.output(layer.attention * is_code, lost)
+    both = moved_output - layer.output(moved * is_code, lost)
     # Hidden tokens have no probability, and their logarithms may not be finite.
-    divergence = torch.where(visible, probabilities * (logs - moved_logs), 0.0).sum(-1)
-    coded = slice(first, last)
+    divergence = torch.where(layer.visible, layer.attention * (layer.log_attention - moved_logs), 0.0).sum(-1)
+    output, coded = layer.exact_output, slice(first, last)
     return {
-        "key_error": _squares(layer.key[:, :, coded], key[:, :, coded]),
-        "score_error": _squares(exact * visible, moved * visible),
-        "probability_error": _squares(probabilities, moved_probabilities),
+        "key_error": _errors(layer.key[:, :, coded], layer.key[:, :, coded] - key[:, :, coded]),
+        "score_error": _errors(layer.scores * layer.visible, (layer.scores - moved_scores) * layer.visible),
+        "probability_error": _errors(layer.attention, layer.attention - moved),
         "attention_kl": _mean(divergence),
-        "value_error": _squares(layer.value[:, :, coded], value[:, :, coded]),
-        "output_error_from_keys": _squares(output, layer.output(moved_probabilities, layer.value)),
-        "output_error_from_values": _squares(output, read(probabilities)),
-        "output_error": _squares(output, read(moved_probabilities)),
+        "value_error": _errors(layer.value[:, :, coded], lost[:, :, coded]),
+        "output_error_from_keys": _errors(output, output - moved_output),
+        "output_error_from_values": _errors(output, values_alone),
+        "output_error": _errors(output, output - both),
     }
 
 
@@ -171,7 +168,7 @@ def attention_facts(layer: LayerActivations, rotation: KeyRotation | None) -> di
         layer: Activations.
         rotation: The rotary embedding of its keys, or `None` where there is none.
     """
-    probabilities = layer.log_probabilities(layer.raw_scores(layer.key)).exp()
+    probabilities = layer.attention
     seen = layer.visible.expand(*probabilities.shape).sum(-1)
     mass = probabilities.double().sort(dim=-1, descending=True).values.cumsum(-1)
     needed = (mass < _NEEDED).sum(-1) + 1
@@ -193,10 +190,13 @@ def _outlier_ratio(key: torch.Tensor) -> torch.Tensor:
     return (magnitude.amax(-1) / magnitude.median(-1).values)[..., None]
 
 
-def _squares(exact: torch.Tensor, approximate: torch.Tensor) -> Pair:
-    """Squared error and squared norm of `[1, H, …]` by head."""
-    error = (exact.double() - approximate.double()).square().flatten(2).sum(-1)[0]
-    return error.cpu(), exact.double().square().flatten(2).sum(-1)[0].cpu()
+def _errors(exact: torch.Tensor, error: torch.Tensor) -> Pair:
+    """Squared norms of an error and of what it is an error of, `[1, H, …]`, by head."""
+    return _square(error), _square(exact)
+
+
+def _square(states: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(states.float().flatten(2), dim=-1)[0].double().square().cpu()
 
 
 def _mean(values: torch.Tensor) -> Pair:

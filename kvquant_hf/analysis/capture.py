@@ -7,6 +7,7 @@ own, and with a cache that hands keys and values through; both are there for the
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -44,10 +45,30 @@ class LayerActivations:
     scale: float
     softcap: float | None = None
 
-    @property
+    @cached_property
     def visible(self) -> torch.Tensor:
         """Tokens that a query may attend to, boolean, the shape of `mask`."""
         return self.mask > torch.finfo(self.mask.dtype).min / 2
+
+    @cached_property
+    def scores(self) -> torch.Tensor:
+        """Exact `raw_scores`."""
+        return self.raw_scores(self.key)
+
+    @cached_property
+    def log_attention(self) -> torch.Tensor:
+        """Exact `log_probabilities`."""
+        return self.log_probabilities(self.scores)
+
+    @cached_property
+    def attention(self) -> torch.Tensor:
+        """Exact probabilities `[1, H_q, N, T]`, float32."""
+        return self.log_attention.exp()
+
+    @cached_property
+    def exact_output(self) -> torch.Tensor:
+        """Exact `output`."""
+        return self.output(self.attention, self.value)
 
     def raw_scores(self, key: torch.Tensor) -> torch.Tensor:
         """`scale · q·K` of other keys `[1, H_kv, T, D]`, before cap and mask: `[1, H_q, N, T]`, float32."""
