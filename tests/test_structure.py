@@ -59,6 +59,13 @@ def test_every_module_of_the_core_has_its_place():
     assert modules <= known, modules - known
 
 
+def test_analysis_stands_on_top():
+    """It may import everything; nothing imports it."""
+    for path in PACKAGE.rglob("*.py"):
+        if path.relative_to(PACKAGE).parts[0] != "analysis":
+            assert "kvquant_hf.analysis" not in path.read_text(), path
+
+
 def test_ops_know_no_transformers():
     for path in (PACKAGE / "ops").rglob("*.py"):
         assert "import transformers" not in path.read_text(), path

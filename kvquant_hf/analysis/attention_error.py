@@ -174,6 +174,7 @@ def attention_facts(layer: LayerActivations, rotation: KeyRotation | None) -> di
     needed = (mass < _NEEDED).sum(-1) + 1
     before = layer.key.float()
     if rotation is not None:
+        rotation = rotation.for_length(before.shape[2])
         angles = rotation.tables(torch.arange(before.shape[2], device=before.device))
         before = rotation.apply(before, *angles, inverse=True)
     return {

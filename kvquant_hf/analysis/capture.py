@@ -6,7 +6,7 @@ own, and with a cache that hands keys and values through; both are there for the
 
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -154,6 +154,8 @@ def capture_attention_forward(
     named = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if named:
         raise ValueError(f"Attention with {named} cannot be analyzed.")
+    if not isinstance(attention_mask, torch.Tensor):
+        raise ValueError(f"Attention must come with a mask to be analyzed, got {attention_mask!r}.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = LayerActivations(-1, query, key, value, attention_mask[..., : key.shape[2]], scale, softcap)
     last, capture.cache.last = capture.cache.last, None
@@ -165,25 +167,17 @@ def capture_attention_forward(
             )
         capture.seen += 1
         rows = slice(max(0, query.shape[2] - capture.queries), None)
-        capture.consume(_rows_of(layer, rows, last[0]))
+        capture.consume(replace(layer, layer_idx=last[0], **_rows(layer, rows)))
     blocks = []
     for first in range(0, query.shape[2], _QUERY_BLOCK):
-        part = _rows_of(layer, slice(first, first + _QUERY_BLOCK), -1)
+        part = replace(layer, **_rows(layer, slice(first, first + _QUERY_BLOCK)))
         blocks.append(part.output(part.log_probabilities(part.raw_scores(key)).exp(), value))
     return torch.cat(blocks, dim=2).to(query.dtype).transpose(1, 2).contiguous(), None
 
 
-def _rows_of(layer: LayerActivations, rows: slice, layer_idx: int) -> LayerActivations:
-    """The same layer with some of its queries."""
-    return LayerActivations(
-        layer_idx,
-        layer.query[:, :, rows],
-        layer.key,
-        layer.value,
-        layer.mask[:, :, rows],
-        layer.scale,
-        layer.softcap,
-    )
+def _rows(layer: LayerActivations, rows: slice) -> dict[str, Any]:
+    """The fields of a layer that some of its queries change."""
+    return {"query": layer.query[:, :, rows], "mask": layer.mask[:, :, rows]}
 
 
 def capture(
