@@ -27,7 +27,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from transformers.utils import logging
 
 from kvquant_hf import KVQuantConfig, QuantCache, list_presets
-from kvquant_hf._compat import cache_kwargs
 from kvquant_hf.eval import (
     BASELINES,
     CacheFactory,
@@ -43,7 +42,7 @@ from kvquant_hf.eval import (
     token_windows,
 )
 from kvquant_hf.eval.artifacts import write_json
-from kvquant_hf.eval.bits import layer_shapes
+from kvquant_hf.eval.bits import model_shapes
 from kvquant_hf.eval.divergence import Divergence, first_divergence, greedy_text
 from kvquant_hf.eval.environment import package_versions
 from kvquant_hf.eval.models import model_fingerprint, model_name, resolve_model
@@ -146,13 +145,10 @@ def cache_factories(
 
 
 def measure_bits(
-    model: PreTrainedModel, window: torch.Tensor, factories: dict[str, CacheFactory], protocol: Protocol
+    model: PreTrainedModel, factories: dict[str, CacheFactory], protocol: Protocol
 ) -> dict[str, HeldBits]:
     """What each cache holds after a window, were the model one of 16 bits."""
-    dense = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(input_ids=window[None, :2], use_cache=True, **cache_kwargs(dense))
-    shapes = layer_shapes(dense)
+    shapes = model_shapes(model)
     makers = {REFERENCE: lambda: DynamicCache(config=model.config), **factories}
     return {name: replayed_bits(make, shapes, protocol.pieces(), BITS_DTYPE) for name, make in makers.items()}
 
@@ -215,7 +211,7 @@ def score_model(
 
         scores = score_windows(model, windows, factories, protocol, progress, store)
     divergence = measure_divergence(options, model, windows, factories, store)
-    bits = measure_bits(model, windows[0], factories, protocol)
+    bits = measure_bits(model, factories, protocol)
     return ModelScores(model_name(resolved), scores, bits, divergence), configs
 
 

@@ -9,6 +9,13 @@ from tiny_models import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+# Words that each notebook must print.
+EXPECTED = {
+    "01_quickstart": ("tokens, ", "as codes"),
+    "02_where_error_enters": ("256 tokens, 2 quantized layers", "output, values alone", "negligible tokens"),
+    "03_choose_a_preset": ("bits at 512", "kivi-int2", "bits per value, KL"),
+}
+FIGURES = {"01_quickstart": 0, "02_where_error_enters": 2, "03_choose_a_preset": 1}
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
 
@@ -24,7 +31,7 @@ def tiny_directory(tmp_path):
 
 
 def test_there_are_notebooks():
-    assert [path.name for path in NOTEBOOKS] == ["01_quickstart.ipynb"]
+    assert [path.stem for path in NOTEBOOKS] == list(EXPECTED)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -38,9 +45,12 @@ def test_notebook_is_stored_without_outputs(path):
 def test_notebook_runs(path, tiny_directory, monkeypatch):
     monkeypatch.setenv("KVQUANT_HF_MODEL", str(tiny_directory))
     monkeypatch.setenv("KVQUANT_HF_TOKENS", "300")
+    monkeypatch.setenv("KVQUANT_HF_WINDOWS", "2")
+    monkeypatch.setenv("KVQUANT_HF_LENGTH", "512")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(path.parent)}}).execute()
     printed = "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", []))
-    assert "tokens, " in printed
-    assert "as codes" in printed
+    assert [word for word in EXPECTED[path.stem] if word not in printed] == []
+    figures = [out for cell in notebook.cells for out in cell.get("outputs", []) if "image/png" in out.get("data", {})]
+    assert len(figures) == FIGURES[path.stem]

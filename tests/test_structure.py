@@ -52,11 +52,18 @@ def test_imports_follow_the_data():
 
 
 def test_every_module_of_the_core_has_its_place():
-    known = set.union(*LAYERS) | {"__init__", "_compat", "eval", "configs"}
+    known = set.union(*LAYERS) | {"__init__", "_compat", "analysis", "eval", "configs"}
     modules = {path.stem for path in PACKAGE.glob("*.py")} | {
         path.name for path in PACKAGE.iterdir() if path.is_dir() and (path / "__init__.py").exists()
     }
     assert modules <= known, modules - known
+
+
+def test_analysis_stands_on_top():
+    """It may import everything; nothing imports it."""
+    for path in PACKAGE.rglob("*.py"):
+        if path.relative_to(PACKAGE).parts[0] != "analysis":
+            assert "kvquant_hf.analysis" not in path.read_text(), path
 
 
 def test_ops_know_no_transformers():

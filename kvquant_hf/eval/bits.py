@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from kvquant_hf._compat import cache_kwargs
 from kvquant_hf.cache import QuantCache
 
 
@@ -140,3 +142,13 @@ def layer_shapes(cache: Cache) -> list[tuple[int, int, int] | None]:
         else:
             shapes.append(None)
     return shapes
+
+
+def model_shapes(model: PreTrainedModel) -> list[tuple[int, int, int] | None]:
+    """`layer_shapes` of what a model keeps, found by running it on two tokens."""
+    dense = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(
+            input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=True, **cache_kwargs(dense)
+        )
+    return layer_shapes(dense)

@@ -8,6 +8,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from kvquant_hf.eval.statistics import Interval
@@ -163,4 +164,51 @@ def curves(
                 ax.set_yscale("log")
             if lines:
                 ax.legend(fontsize=7)
+    return figure
+
+
+def dots(panels: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figure:
+    """A row for each name, a dot on a logarithmic scale for each series.
+
+    Args:
+        panels: Values by name, by series, by title. Values that are not above zero have no place and are left out.
+    """
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _panels(len(panels))
+        for ax, (title, series) in zip(axes, panels.items(), strict=True):
+            names = list(dict.fromkeys(name for values in series.values() for name in values))
+            for label, values in series.items():
+                points = [(value, names.index(name)) for name, value in values.items() if value > 0]
+                ax.plot([x for x, _ in points], [y for _, y in points], "o", markersize=6, alpha=0.8, label=label)
+            ax.set(title=title, ylim=(len(names) - 0.5, -0.5))  # the first name on top
+            ax.set_yticks(range(len(names)), names)
+            if any(value > 0 for values in series.values() for value in values.values()):
+                ax.set_xscale("log")
+            ax.margins(x=0.1)
+        if axes:
+            axes[0].legend(fontsize=7)
+    return figure
+
+
+def head_maps(panels: Mapping[str, Sequence[Sequence[float]]], label: str) -> Figure:
+    """Layers downwards, heads to the right, one logarithmic colour scale for all panels.
+
+    Args:
+        panels: Values by layer and head, by title; layers may differ in heads.
+        label: What the values are.
+    """
+    values = [value for rows in panels.values() for row in rows for value in row if value > 0]
+    norm = LogNorm(min(values), max(values)) if values and min(values) < max(values) else None
+    with matplotlib.rc_context({**_STYLE, "axes.grid": False}):
+        figure, axes = _panels(len(panels))
+        image = None
+        for ax, (title, rows) in zip(axes, panels.items(), strict=True):
+            width = max(len(row) for row in rows)
+            grid = np.full((len(rows), width), np.nan)
+            for place, row in enumerate(rows):
+                grid[place, : len(row)] = row
+            image = ax.imshow(grid, norm=norm, cmap="viridis", aspect="auto", interpolation="nearest")
+            ax.set(title=title, xlabel="head", ylabel="quantized layer")
+        if image is not None:
+            figure.colorbar(image, ax=axes, label=label)
     return figure

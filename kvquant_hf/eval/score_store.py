@@ -48,20 +48,28 @@ class FileStore:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"key": key, "value": value}) + "\n")
 
+    def get_item(self, kind: str, name: str, window: torch.Tensor) -> Any:
+        """What was kept about a configuration on a window, `None` if nothing was."""
+        return self._known.get(self._key(kind, name, window))
+
+    def put_item(self, kind: str, name: str, window: torch.Tensor, value: Any) -> None:
+        """Keep a JSON value about a configuration on a window; `kind` says what it is and how it was measured."""
+        self._append(self._key(kind, name, window), value)
+
     def get(self, name: str, window: torch.Tensor) -> ChunkScore | None:
         """The score of a configuration on a window, if it is known."""
-        value = self._known.get(self._key("score", name, window))
+        value = self.get_item("score", name, window)
         return None if value is None else ChunkScore(**{field: tuple(values) for field, values in value.items()})
 
     def put(self, name: str, window: torch.Tensor, score: ChunkScore) -> None:
         """Keep it."""
-        self._append(self._key("score", name, window), asdict(score))
+        self.put_item("score", name, window, asdict(score))
 
     def get_divergence(self, name: str, window: torch.Tensor, tokens: int) -> int | None:
         """The first divergence of a configuration after a window's prefill, if it is known."""
-        value = self._known.get(self._key(f"divergence {tokens}", name, window))
+        value = self.get_item(f"divergence {tokens}", name, window)
         return None if value is None else int(value)
 
     def put_divergence(self, name: str, window: torch.Tensor, tokens: int, first: int) -> None:
         """Keep it."""
-        self._append(self._key(f"divergence {tokens}", name, window), first)
+        self.put_item(f"divergence {tokens}", name, window, first)
