@@ -197,7 +197,8 @@ def _errors(exact: torch.Tensor, error: torch.Tensor) -> Pair:
 
 
 def _square(states: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(states.float().flatten(2), dim=-1)[0].double().square().cpu()
+    norms: torch.Tensor = torch.linalg.vector_norm(states.float().flatten(2), dim=-1)
+    return norms[0].double().square().cpu()
 
 
 def _mean(values: torch.Tensor) -> Pair:

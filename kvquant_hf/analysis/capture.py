@@ -88,7 +88,7 @@ class LayerActivations:
 def _per_group(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     """`[1, H_q, N, a] @ [1, H_kv, a, b]`, consecutive query heads sharing a key/value head."""
     grouped = rows.unflatten(1, (matrices.shape[1], -1))
-    return (grouped @ matrices[:, :, None]).flatten(1, 2)
+    return torch.matmul(grouped, matrices[:, :, None]).flatten(1, 2)
 
 
 class _PassingCache(DynamicCache):

@@ -87,7 +87,8 @@ def measure(ablation: Ablation, model_id: str, output: Path, device: Device) -> 
     windows = token_windows(
         tokenizer, text[locate(text, ablation.start) :], ablation.protocol.context, ablation.windows
     ).to(device.device)
-    model = AutoModelForCausalLM.from_pretrained(resolved, dtype=getattr(torch, device.dtype))
+    # Transformers types its own `to` in a way that takes no device.
+    model: Any = AutoModelForCausalLM.from_pretrained(resolved, dtype=getattr(torch, device.dtype))
     model = model.to(device.device).eval()
     for config in ablation.settings.values():
         QuantCache(model, config)  # refused before anything is run

@@ -22,6 +22,7 @@ _STYLE: Any = {
     "svg.fonttype": "path",
 }
 _PANEL = (4.6, 3.4)
+_DECADES = 30  # largest over smallest value beyond which `dots` turns to a logarithmic scale
 
 
 @dataclass(frozen=True)
@@ -168,10 +169,10 @@ def curves(
 
 
 def dots(panels: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figure:
-    """A row for each name, a dot on a logarithmic scale for each series.
+    """A row for each name, a dot for each series; a logarithmic scale where values differ widely.
 
     Args:
-        panels: Values by name, by series, by title. Values that are not above zero have no place and are left out.
+        panels: Values by name, by series, by title. Values that are not above zero are left out.
     """
     with matplotlib.rc_context(_STYLE):
         figure, axes = _panels(len(panels))
@@ -182,9 +183,12 @@ def dots(panels: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figure:
                 ax.plot([x for x, _ in points], [y for _, y in points], "o", markersize=6, alpha=0.8, label=label)
             ax.set(title=title, ylim=(len(names) - 0.5, -0.5))  # the first name on top
             ax.set_yticks(range(len(names)), names)
-            if any(value > 0 for values in series.values() for value in values.values()):
-                ax.set_xscale("log")
+            drawn = [value for values in series.values() for value in values.values() if value > 0]
             ax.margins(x=0.1)
+            if drawn and max(drawn) > _DECADES * min(drawn):
+                ax.set_xscale("log")
+            else:
+                ax.set_xlim(left=0)
         if axes:
             axes[0].legend(fontsize=7)
     return figure
