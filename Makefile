@@ -6,7 +6,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-SOURCES := kvquant_hf scripts tests benchmarks
+SOURCES := kvquant_hf scripts tests benchmarks notebooks
 
 # A machine shared with other jobs runs several OpenMP threads much slower than one.
 export OMP_NUM_THREADS ?= 1
