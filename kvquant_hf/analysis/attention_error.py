@@ -4,7 +4,7 @@ Keys and values are quantized by the cache's own layers, so every setting that a
 query reads what the cache would hold when it is computed: the first `prefill` tokens of a window arrive at once, the
 others in pieces of `step`, and a piece attends to the cache as it is after the piece was stored, newest tokens exact
 as far as the residual window reaches. With neither sinks nor a window, and lengths that whole blocks fill, every token
-is read from codes, which is the setting of KIVI's error table (arXiv 2402.02750, table 2).
+is read from codes, which is the setting of KIVI's table of errors (arXiv 2402.02750).
 """
 
 from collections.abc import Callable, Mapping
