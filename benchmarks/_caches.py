@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvquant_hf._compat import cache_kwargs
-from kvquant_hf.config import check_choice
+from kvquant_hf.checks import check_choice
 from kvquant_hf.eval import BASELINES, baseline_factory
 
 Maker = Callable[[int], Cache]

@@ -40,7 +40,7 @@ from _views import Shape
 from tqdm import tqdm
 
 from kvquant_hf import KVQuantConfig
-from kvquant_hf.config import check_choice
+from kvquant_hf.checks import check_choice
 from kvquant_hf.eval import parse_quant
 from kvquant_hf.ops import available_backends
 

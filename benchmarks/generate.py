@@ -36,7 +36,7 @@ from _report import (
 from _steps import CacheSteps, Result
 from transformers.utils import logging
 
-from kvquant_hf.config import check_choice
+from kvquant_hf.checks import check_choice
 from kvquant_hf.eval import parse_quant
 from kvquant_hf.ops import available_backends
 

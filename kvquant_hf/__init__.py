@@ -2,10 +2,11 @@
 
 from kvquant_hf.attention import register_attention
 from kvquant_hf.cache import QuantCache
-from kvquant_hf.config import KVQuantConfig, QuantSpec
+from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.lazy import LazyKV
 from kvquant_hf.memory import MemoryReport
 from kvquant_hf.presets import list_presets
+from kvquant_hf.spec import QuantSpec
 from kvquant_hf.view import StaleViewError
 
 __version__ = "0.1.0"

@@ -168,7 +168,9 @@ class QuantLayer(CacheLayerMixin):
         return True
 
     def _append_one(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
-        """Copy one token behind those of the residual window, if compiled code can."""
+        """Copy one token behind those of the residual window, if compiled code can and may."""
+        if self.config.backend == "torch":
+            return False
         keys, values = self._residual
         if self._appender is None or self._appender.keys is not keys.buffer:
             self._appender = ops.appender(cast(torch.Tensor, keys.buffer), cast(torch.Tensor, values.buffer))

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import yaml
 
-from kvquant_hf.config import KVQuantConfig, nearest
+from kvquant_hf.checks import nearest
+from kvquant_hf.config import KVQuantConfig
 
 # Shipped inside the package in a wheel; beside it in a checkout, where they are edited.
 _PLACES = (

@@ -6,10 +6,10 @@ from typing import Any, Protocol
 import torch
 
 from kvquant_hf.buffers import GROWTH_SHARE, TensorMap, with_capacity
-from kvquant_hf.config import QuantSpec
 from kvquant_hf.packing import PlanarLayout
 from kvquant_hf.quantizers import QUANTIZERS, QuantizedGroups, Quantizer
 from kvquant_hf.rotation import hadamard
+from kvquant_hf.spec import QuantSpec
 
 # The tensors that blocks consist of; which of them there are depends on the layout and the settings.
 _PARTS = ("codes", "scale", "zero_point", "metadata", "factor")
@@ -190,8 +190,7 @@ class BlockStore:
         assert self.codes is not None
         if self._quantizer is None:
             return self.codes[:, :, first:last]
-        groups = self._groups(first, last)
-        rows = self._quantizer.dequantize(groups.codes, groups.scale, groups.zero_point, groups.factor)
+        rows = self._quantizer.dequantize(self._groups(first, last))
         blocks = rows.transpose(-1, -2) if self.spec.granularity == "per_channel" else rows
         return hadamard(blocks) if undo_rotation and self.spec.rotation == "hadamard" else blocks
 

@@ -1,8 +1,12 @@
 """What the tests of the evaluation share: a tokenizer, requests, settings that quantize short prompts."""
 
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -16,6 +20,23 @@ SETTINGS = {
 
 TEXT = "".join(chr(97 + (i * i * 7 + i * 3) % 26) for i in range(120))
 LENGTHS = (30, 90, 60, 45, 30, 75, 52)
+
+
+def write_choices_task(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A multiple-choice task `choices` for lm-eval: rows of `question`, `choices` and the number of the `answer`."""
+    data = folder / "choices.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {
+        "task": "choices",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "output_type": "multiple_choice",
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+    }
+    (folder / "choices.yaml").write_text(yaml.safe_dump(task))
 
 
 def characters_tokenizer(**fields: Any) -> PreTrainedTokenizerFast:

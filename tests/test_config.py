@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from kvquant_hf import KVQuantConfig, QuantSpec, list_presets
-from kvquant_hf.config import BACKENDS, GROUP_SIZES, METHODS, NBITS
+from kvquant_hf.config import BACKENDS
 from kvquant_hf.quantizers import QUANTIZERS
+from kvquant_hf.spec import GROUP_SIZES, METHODS, NBITS
 
 PRESETS = ["dense", "k2v2", "k3v3", "k4v2", "k4v4", "k8v8", "kivi-int2", "kivi-int4"]
 

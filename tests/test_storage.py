@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvquant_hf.config import QuantSpec
+from kvquant_hf.spec import QuantSpec
 from kvquant_hf.storage import BlockStore
 from kvquant_hf.window import ExactTokens
 

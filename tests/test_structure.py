@@ -22,6 +22,8 @@ LAYERS = [
     {"quantizers"},
     {"presets", "rope", "rotation", "packing", "buffers"},
     {"config"},
+    {"spec"},
+    {"checks"},
 ]
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 
 from kvquant_hf.analysis.claims import Claim
-from kvquant_hf.config import KVQuantConfig, check_choice, check_keys
+from kvquant_hf.checks import check_choice, check_keys
+from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.eval.score import Protocol
 from kvquant_hf.eval.settings import parse_quant
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvquant_hf.analysis.measures import ERRORS
-from kvquant_hf.config import check_choice, check_keys
+from kvquant_hf.checks import check_choice, check_keys
 
 SCORES = ("kl", "perplexity", "top1")
 # What an effect is computed of, by kind.

@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 from kvquant_hf._compat import cache_kwargs
 from kvquant_hf.cache import QuantCache
-from kvquant_hf.config import KVQuantConfig, check_choice
+from kvquant_hf.checks import check_choice
+from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.eval.calls import CallRecord, cautions, summarize
 from kvquant_hf.eval.journal import ResponseJournal
 from kvquant_hf.eval.loglikelihood import (

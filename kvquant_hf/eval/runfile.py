@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 from lm_eval.config.evaluate_config import EvaluatorConfig
 
-from kvquant_hf.config import KVQuantConfig, check_choice, check_keys
+from kvquant_hf.checks import check_choice, check_keys
+from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.eval.environment import package_versions
 from kvquant_hf.eval.lm import MODEL_NAME
 from kvquant_hf.eval.models import model_fingerprint, model_name, resolve_model

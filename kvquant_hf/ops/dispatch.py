@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvquant_hf.config import QuantSpec
 from kvquant_hf.ops import cpu, reference, triton
 from kvquant_hf.ops.notice import no_compiler, tell_once
 from kvquant_hf.rope import KeyRotation
+from kvquant_hf.spec import QuantSpec
 
 if TYPE_CHECKING:
     from kvquant_hf.storage import BlockLayout, BlockStore, EncodedBlocks

@@ -2,8 +2,8 @@
 
 import torch
 
-from kvquant_hf.config import QuantSpec
 from kvquant_hf.quantizers.base import QuantizedGroups
+from kvquant_hf.spec import QuantSpec
 
 _HALF_MAX = 65504.0
 # Below this the spacing of float16 (2**-24) distorts a scale by more than 0.4 %.
@@ -42,16 +42,10 @@ class AffineQuantizer:
         codes = self._codes(groups, scale, zero_point)
         return QuantizedGroups(codes.to(torch.uint8).flatten(-2)[..., : rows.shape[-1]], scale, zero_point)
 
-    def dequantize(
-        self,
-        codes: torch.Tensor,
-        scale: torch.Tensor,
-        zero_point: torch.Tensor | None,
-        factor: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def dequantize(self, groups: QuantizedGroups) -> torch.Tensor:
         """Values of codes, see `Quantizer.dequantize`."""
-        values = self._unscaled(codes, scale, zero_point)
-        return values if factor is None else values.mul_(factor.float()[..., None, :])
+        values = self._unscaled(groups.codes, groups.scale, groups.zero_point)
+        return values if groups.factor is None else values.mul_(groups.factor.float()[..., None, :])
 
     def _unscaled(self, codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None) -> torch.Tensor:
         """`scale · code + zero_point`, `[..., length]`, float32."""

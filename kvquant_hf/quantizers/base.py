@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from kvquant_hf.config import QuantSpec
+    from kvquant_hf.spec import QuantSpec
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,5 @@ class Quantizer(Protocol):
             if `QuantSpec.has_factor` says so.
         """
 
-    def dequantize(
-        self,
-        codes: torch.Tensor,
-        scale: torch.Tensor,
-        zero_point: torch.Tensor | None,
-        factor: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Values of codes, `[..., rows, length]`, float32; arguments as `QuantizedGroups` describes them."""
+    def dequantize(self, groups: QuantizedGroups) -> torch.Tensor:
+        """Values of codes, `[..., rows, length]`, float32."""

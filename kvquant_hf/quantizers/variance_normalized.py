@@ -2,9 +2,9 @@
 
 import torch
 
-from kvquant_hf.config import QuantSpec
 from kvquant_hf.quantizers.affine import AffineQuantizer
 from kvquant_hf.quantizers.base import QuantizedGroups
+from kvquant_hf.spec import QuantSpec
 
 # Alternating normalizations of rows and columns; KVarN uses about eight.
 _STEPS = 8
@@ -44,15 +44,9 @@ class VarianceNormalizedQuantizer:
         groups = self._affine.quantize(rows / divisor, None if range_rows is None else range_rows / divisor)
         return QuantizedGroups(groups.codes, groups.scale, groups.zero_point, factor)
 
-    def dequantize(
-        self,
-        codes: torch.Tensor,
-        scale: torch.Tensor,
-        zero_point: torch.Tensor | None,
-        factor: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def dequantize(self, groups: QuantizedGroups) -> torch.Tensor:
         """Values of codes, see `Quantizer.dequantize`."""
-        return self._affine.dequantize(codes, scale, zero_point, factor)
+        return self._affine.dequantize(groups)
 
 
 def column_factors(tiles: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import yaml
 
 pytest.importorskip("lm_eval", reason="needs the `eval` extra")
 
+from eval_tools import write_choices_task
 from models import load_script
 
 from kvquant_hf import KVQuantConfig
@@ -31,19 +32,8 @@ CHOICES = [
 def run_file(tmp_path_factory, lm_model_dir) -> Path:
     """Generation, retrieval and multiple choice, five samples each, with a dense and a coarse cache."""
     folder = tmp_path_factory.mktemp("run")
-    (folder / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHOICES))
-    task = {
-        "task": "choices",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "choices.jsonl")}},
-        "output_type": "multiple_choice",
-        "test_split": "test",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{answer}}",
-    }
     (folder / "tasks").mkdir()
-    (folder / "tasks" / "choices.yaml").write_text(yaml.safe_dump(task))
+    write_choices_task(folder / "tasks", CHOICES)
     run = {
         "description": "Five samples of everything.",
         "model_args": {"pretrained": str(lm_model_dir), "dtype": "float32"},

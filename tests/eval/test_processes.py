@@ -1,6 +1,5 @@
 """An evaluation by two real processes, and one with weights on disk: equal to one process, one device."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ import yaml
 
 pytest.importorskip("lm_eval", reason="needs the `eval` extra")
 
-from eval_tools import SETTINGS, assert_same_answers, requests_of
+from eval_tools import SETTINGS, assert_same_answers, requests_of, write_choices_task
 from launch import torchrun
 from models import load_script
 
@@ -22,18 +21,7 @@ from kvquant_hf.eval.runs import read_run
 def run_file(tmp_path_factory, lm_model_dir) -> Path:
     folder = tmp_path_factory.mktemp("processes")
     rows = [{"question": "the sky " * n, "choices": ["blue", "red"], "answer": n % 2} for n in range(9, 16)]
-    (folder / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = {
-        "task": "choices",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "choices.jsonl")}},
-        "output_type": "multiple_choice",
-        "test_split": "test",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{answer}}",
-    }
-    (folder / "choices.yaml").write_text(yaml.safe_dump(task))
+    write_choices_task(folder, rows)
     run = {
         "model_args": {"pretrained": str(lm_model_dir), "dtype": "float32"},
         "tasks": ["gsm8k_local", "choices"],

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvquant_hf.config import QuantSpec
 from kvquant_hf.ops import cpu, decode_attention, notice, reference
 from kvquant_hf.ops.cpu import build, encoding
 from kvquant_hf.rope import KeyRotation
+from kvquant_hf.spec import QuantSpec
 from tests.ops.test_decode_attention import check, filled_layer
 
 ROOT = Path(__file__).parents[2]

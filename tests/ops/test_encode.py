@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvquant_hf import ops
-from kvquant_hf.config import QuantSpec
+from kvquant_hf import KVQuantConfig, ops
+from kvquant_hf.layer import QuantLayer
 from kvquant_hf.ops import cpu
 from kvquant_hf.rope import KeyRotation
+from kvquant_hf.spec import QuantSpec
 from kvquant_hf.storage import BlockStore
 
 L = 32
@@ -154,3 +155,18 @@ def test_a_block_does_not_depend_on_its_neighbours():
     parts = [cpu.encode(spec, states[:, :, i * L : (i + 1) * L], L) for i in range(6)]
     for name in ("codes", "scale", "zero_point"):
         assert torch.equal(getattr(whole, name), torch.cat([getattr(part, name) for part in parts], dim=2))
+
+
+def test_the_torch_backend_compiles_nothing(monkeypatch):
+    """Neither for quantizing nor for appending single tokens."""
+
+    def refused(*args):
+        raise AssertionError("compiled code was asked for")
+
+    monkeypatch.setattr(ops, "appender", refused)
+    monkeypatch.setattr(ops, "encode_blocks", refused)
+    layer = QuantLayer(KVQuantConfig(backend="torch", residual_length=0))
+    layer.update(*torch.randn(2, 1, 2, 80, 32))
+    for states in torch.randn(40, 2, 1, 2, 1, 32):
+        layer.update(*states)
+    assert layer.get_seq_length() == 120 and layer.quantized_length == 96

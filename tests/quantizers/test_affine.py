@@ -8,9 +8,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvquant_hf.config import QuantSpec
 from kvquant_hf.quantizers import QUANTIZERS
 from kvquant_hf.quantizers.affine import AffineQuantizer, _rounded
+from kvquant_hf.spec import QuantSpec
 
 NBITS = (2, 3, 4, 8)
 GROUPS = (16, 32, 64, 128)
@@ -20,7 +20,7 @@ def round_trip(rows: torch.Tensor, **settings) -> tuple[torch.Tensor, object]:
     quantizer = AffineQuantizer(QuantSpec(**settings))
     groups = quantizer.quantize(rows)
     assert int(groups.codes.max()) < 2 ** settings["nbits"]
-    return quantizer.dequantize(groups.codes, groups.scale, groups.zero_point), groups
+    return quantizer.dequantize(groups), groups
 
 
 @pytest.mark.parametrize("name", sorted(QUANTIZERS))
@@ -33,7 +33,7 @@ def test_error_is_within_half_a_step(name, nbits, group_size, length):
     spec = QuantSpec(nbits=nbits, group_size=group_size, method=name)
     quantizer = QUANTIZERS[name](spec)
     groups = quantizer.quantize(rows)
-    values = quantizer.dequantize(groups.codes, groups.scale, groups.zero_point, groups.factor)
+    values = quantizer.dequantize(groups)
     assert (groups.factor is not None) == spec.has_factor
     if groups.factor is not None:  # ranges, and errors, are those of the rows over their factors
         rows, values = (t / groups.factor.float()[:, None, :] for t in (rows, values))

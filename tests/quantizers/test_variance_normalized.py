@@ -5,11 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvquant_hf.config import KVQuantConfig, QuantSpec
+from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.layer import QuantLayer
 from kvquant_hf.quantizers import AffineQuantizer, VarianceNormalizedQuantizer
 from kvquant_hf.quantizers.variance_normalized import column_factors
 from kvquant_hf.rope import KeyRotation
+from kvquant_hf.spec import QuantSpec
 
 METHOD = "variance_normalized"
 NBITS = (2, 3, 4, 8)
@@ -19,7 +20,7 @@ def round_trip(tiles: torch.Tensor, range_tiles: torch.Tensor | None = None, **c
     quantizer = VarianceNormalizedQuantizer(QuantSpec(**({"group_size": 128, "method": METHOD} | changes)))
     groups = quantizer.quantize(tiles, range_tiles)
     assert groups.factor is not None and groups.factor.shape == (*tiles.shape[:-2], tiles.shape[-1])
-    return quantizer.dequantize(groups.codes, groups.scale, groups.zero_point, groups.factor), groups
+    return quantizer.dequantize(groups), groups
 
 
 def planted(rows: int = 64, length: int = 128, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,7 +56,7 @@ def test_errors_relative_to_the_size_of_a_token_are_smaller_than_without_factors
         ((values - tiles) / column[:, None, :]).square().mean()
         for values in (
             round_trip(tiles, nbits=nbits, **changes)[0],
-            affine.dequantize(plain.codes, plain.scale, plain.zero_point),
+            affine.dequantize(plain),
         )
     ]
     assert errors[0] < (0.8 if nbits == 2 else 0.5) * errors[1]

@@ -18,7 +18,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from kvquant_hf.config import check_choice
+from kvquant_hf.checks import check_choice
 from kvquant_hf.eval.tasks import data_file
 
 KINDS = ("needle", "key_value")

@@ -12,8 +12,8 @@ from kvquant_hf.ops.cpu.tables import offset_tables, start_tables
 from kvquant_hf.storage import EncodedBlocks
 
 if TYPE_CHECKING:
-    from kvquant_hf.config import QuantSpec
     from kvquant_hf.rope import KeyRotation
+    from kvquant_hf.spec import QuantSpec
 
 _MAX_BLOCK, _MAX_DIM = 128, 256
 

@@ -8,9 +8,9 @@ from functools import cache
 
 import torch
 
-from kvquant_hf.config import QuantSpec
 from kvquant_hf.quantizers import QuantizedGroups
 from kvquant_hf.rope import KeyRotation
+from kvquant_hf.spec import QuantSpec
 from kvquant_hf.storage import EncodedBlocks
 
 # Rotation in float16 must not overflow: sqrt(2) times this stays below the largest float16, 65504.

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kvquant_hf.config import QuantSpec
 from kvquant_hf.ops.triton import ChannelOrder, WordLayout, encode_blocks
 from kvquant_hf.ops.triton import quantize as launching
 from kvquant_hf.rope import KeyRotation
+from kvquant_hf.spec import QuantSpec
 from kvquant_hf.storage import BlockStore
 from tests.ops.triton.kernels.fences import Fences, fenced_empty
 

@@ -1,0 +1,38 @@
+"""Checks of what users set; errors name the argument, the allowed values and the value received."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+
+def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
+    """Raise unless `value` is one of `allowed` (of the same type: `True` is not 1).
+
+    Raises:
+        ValueError: Names the argument, the allowed values, the value received and the nearest allowed word.
+    """
+    choices = tuple(allowed)
+    if any(value == choice and type(value) is type(choice) for choice in choices):
+        return
+    raise ValueError(f"`{name}` must be one of {choices}, got {value!r}.{nearest(value, choices)}")
+
+
+def nearest(value: object, choices: Iterable[object]) -> str:
+    """` Did you mean …?` for a likely typo, else an empty string."""
+    close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def check_keys(name: str, mapping: object, allowed: Iterable[str]) -> None:
+    """Raise unless `mapping` is a mapping whose keys are all in `allowed`."""
+    known = tuple(allowed)
+    if not isinstance(mapping, Mapping):
+        raise ValueError(f"`{name}` must be a mapping with keys among {known}, got {mapping!r}.")
+    for key in mapping:
+        if key not in known:
+            raise ValueError(f"`{name}` has no setting {key!r}; allowed are {known}.{nearest(key, known)}")
+
+
+def check_length(name: str, value: object) -> None:
+    """Raise unless `value` is an integer ≥ 0."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"`{name}` must be an integer >= 0, got {value!r}.")
