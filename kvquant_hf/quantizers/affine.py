@@ -16,9 +16,10 @@ class AffineQuantizer:
     """Asymmetric (minimum as zero point) or symmetric uniform codes, optionally with a clipped range.
 
     Asymmetric codes are `round((x - zero_point) / scale)` with `zero_point` the group's minimum and `scale` the range
-    over `2 ** nbits - 1` (KIVI, arXiv 2402.02750, section 3.1). Symmetric codes use
-    `scale = max|x| / (2 ** (nbits - 1) - 1)`. The stored zero point is rounded down and the stored scale up, so that
-    the stored grid always covers the range and a constant group comes back exactly.
+    over `2 ** nbits - 1` (KIVI, arXiv 2402.02750, section 3.1). Symmetric codes lie evenly about zero at odd multiples
+    of `scale / 2`, with `scale = 2 · max|x| / (2 ** nbits - 1)`: all codes are in use, which pays at 2 bits, but zero
+    itself is none of the values. The stored zero point is rounded down and the stored scale up, so that the stored
+    grid always covers the range and a constant group comes back exactly (to float16 precision if symmetric).
     """
 
     def __init__(self, spec: QuantSpec) -> None:
@@ -69,14 +70,14 @@ class AffineQuantizer:
         return torch.addcmul(offset * shrink, codes, step * shrink).div_(shrink)
 
     @property
-    def _middle(self) -> int:
-        """The symmetric code that stands for zero."""
-        return int(2 ** (self.nbits - 1))
+    def _middle(self) -> float:
+        """Where zero lies among symmetric codes: between the two in the middle."""
+        return self._levels / 2
 
     @property
     def _levels(self) -> int:
         """Steps between the lowest and the highest value."""
-        return int(2**self.nbits - 2 if self.symmetric else 2**self.nbits - 1)
+        return int(2**self.nbits - 1)
 
     def _grouped(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., length]` to `[..., num_groups, group_size]`, a short last group filled with its last element."""
@@ -101,7 +102,7 @@ class AffineQuantizer:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Stored scale and zero point (none for symmetric codes) whose grid covers `low … high`."""
         if self.symmetric:
-            return _rounded(high / (self._levels // 2), dtype, up=True), None
+            return _rounded(high / self._middle, dtype, up=True), None
         zero_point = _rounded(low, dtype, up=False)
         # Divided first: the difference of two large numbers of opposite sign may not be finite.
         scale = _rounded(high / self._levels - zero_point.float() / self._levels, dtype, up=True)
@@ -115,7 +116,7 @@ class AffineQuantizer:
         if shrink != 1:
             groups = groups * shrink
         if zero_point is None:
-            return (groups * inverse).round_().add_(self._middle).clamp_(1, 1 + self._levels)
+            return (groups * inverse).add_(self._middle).round_().clamp_(0, self._levels)
         return ((groups - zero_point.float()[..., None] * shrink) * inverse).round_().clamp_(0, self._levels)
 
     def _clipped(

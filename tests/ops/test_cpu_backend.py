@@ -169,10 +169,11 @@ SMALLER_MACHINES = {
         {"key": {"nbits": 4}, "value": {"nbits": 4}},
         {"key": {"nbits": 2}, "value": {"nbits": 3, "rotation": "hadamard"}, "dtype": torch.bfloat16},
         {"key": {"nbits": 3, "symmetric": True}, "value": {"nbits": 8, "group_size": 16}, "head_dim": 48},
+        {"key": {"nbits": 8, "symmetric": True}, "value": {"nbits": 2, "group_size": 64, "symmetric": True}},
         {"key": {"nbits": 16}, "value": {"nbits": 2, "group_size": 64}, "head_dim": 96, "dtype": torch.float16},
         {"key": {"nbits": 4} | VARN, "value": {"nbits": 2} | VARN, "uneven": True},
     ],
-    ids=["k4v4", "k2v3", "k3v8", "k16v2", "factors"],
+    ids=["k4v4", "k2v3", "k3v8", "symmetric", "k16v2", "factors"],
 )
 def test_code_for_smaller_machines_is_right(flags, settings, monkeypatch):
     """What a processor without the newest instructions would run, as far as this one can run it."""

@@ -46,15 +46,22 @@ def test_error_is_within_half_a_step(name, nbits, group_size, length):
 
 
 @pytest.mark.parametrize("nbits", NBITS)
-def test_symmetric_codes_keep_zero_and_the_bound(nbits):
+def test_symmetric_codes_lie_evenly_about_zero_within_the_bound(nbits):
     torch.manual_seed(0)
-    rows = torch.randn(4, 64)
-    rows[:, ::7] = 0
+    rows = torch.randn(64, 64)
+    rows[0] = 0
     values, groups = round_trip(rows, nbits=nbits, symmetric=True)
     assert groups.zero_point is None
-    assert (values[rows == 0] == 0).all()
-    half_step = rows.reshape(4, 2, 32).abs().amax(-1) / (2 ** (nbits - 1) - 1) / 2
-    assert ((rows - values).abs().reshape(4, 2, 32).amax(-1) <= 1.01 * half_step).all()
+    assert (values[0] == 0).all()
+    step = groups.scale.float().repeat_interleave(32, -1)[1:]
+    odd = 2 * values[1:] / step
+    assert torch.equal(odd.round(), odd)
+    assert (odd % 2 == 1).all()
+    assert len(groups.codes[1:].unique()) == 2**nbits or nbits == 8
+    half_step = rows.reshape(64, 2, 32).abs().amax(-1) / (2**nbits - 1)
+    assert ((rows - values).abs().reshape(64, 2, 32).amax(-1) <= 1.01 * half_step).all()
+    mirrored, _ = round_trip(-rows, nbits=nbits, symmetric=True)
+    torch.testing.assert_close(mirrored, -values)
 
 
 @pytest.mark.parametrize("clip", ["minmax", "mse"])

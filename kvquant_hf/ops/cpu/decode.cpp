@@ -203,7 +203,7 @@ static __attribute__((noinline)) void score_codes(const Args &a, State &st, cons
   for (int i = 0; i < D * NGK; i += 16) {
     vf sc = meta(a.ks, meta0 + n * D * NGK + i, a.kwide);
     store(scale + i, sc);
-    store(zero + i, a.kz ? meta(a.kz, meta0 + n * D * NGK + i, a.kwide) : sc * -float(1 << (KB - 1)));
+    store(zero + i, a.kz ? meta(a.kz, meta0 + n * D * NGK + i, a.kwide) : sc * (((1 << KB) - 1) / -2.f));
   }
   if (ROPE) turn_queries(a, st, n, x, y);
   const uint8_t *block = k + n * D * ROW;
@@ -338,7 +338,7 @@ static __attribute__((noinline)) void sum_codes(const Args &a, State &st, const 
     alignas(64) float step[NGV][L], zero[NGV][L];
     for (int i = 0; i < L * NGV; i += 16) {
       int64_t at = meta0 + (n * L + t0) * NGV + i;
-      vf s = meta(a.vs, at, a.vwide), z = a.vz ? meta(a.vz, at, a.vwide) : s * -float(1 << (VB - 1));
+      vf s = meta(a.vs, at, a.vwide), z = a.vz ? meta(a.vz, at, a.vwide) : s * (((1 << VB) - 1) / -2.f);
       if (DOT8 && VB == 8) z += s * 128.f;  // the dot products read codes as signed: code - 128
       store(&step[0][0] + i, s);
       store(&zero[0][0] + i, z);

@@ -53,7 +53,8 @@ struct Grid {  // parameters of sixteen groups, as stored and as numbers
 };
 
 struct Format {
-  int levels, middle;  // steps between the lowest and the highest value; symmetric code of zero
+  int levels;    // steps between the lowest and the highest value
+  float middle;  // where zero lies among symmetric codes
   bool symmetric;
 };
 
@@ -62,7 +63,7 @@ static Grid grid_of(const Format &f, vf low, vf high) {
   for (int i = 0; i < 16; i++) {
     float lo = low[i], hi = high[i], z = 0, s;
     if (f.symmetric) {
-      g.scale[i] = rounded(hi / (float)(f.levels / 2), true);
+      g.scale[i] = rounded(hi / f.middle, true);
     } else {
       g.zero[i] = rounded(lo, false);
       z = half_to_float(g.zero[i]);
@@ -90,8 +91,8 @@ INLINE vf vmin(vf x, vf y) { return x < y ? x : y; }
 
 INLINE vf codes_of(const Format &f, const Grid &g, vf x) {
   if (f.symmetric) {
-    vf c = nearest(x * g.inverse) + (float)f.middle;
-    return vmin(vmax(c, splat(1.f)), splat(1.f + f.levels));
+    vf c = nearest(x * g.inverse + f.middle);
+    return vmin(vmax(c, vf{}), splat((float)f.levels));
   }
   return vmin(vmax(nearest((x - g.offset) * g.inverse), vf{}), splat((float)f.levels));
 }
@@ -100,7 +101,7 @@ static vf squared_error(const Format &f, const Grid &g, const float *x, int64_t 
   vf sum = {};
   for (int e = 0; e < count; e++) {
     vf value = load(x + e * step), c = codes_of(f, g, value);
-    vf back = f.symmetric ? (c - (float)f.middle) * g.step : c * g.step + g.offset;
+    vf back = f.symmetric ? (c - f.middle) * g.step : c * g.step + g.offset;
     vf gap = back - value;
     sum += gap * gap;
   }
@@ -222,7 +223,8 @@ static bool encode_block(const Args &a, Scratch &s, int64_t b, int64_t h, int64_
     }
   }
   int64_t groups = (elements + a.group - 1) / a.group, row_bytes = elements * a.nbits / 8;
-  Format f{a.symmetric ? (1 << a.nbits) - 2 : (1 << a.nbits) - 1, 1 << (a.nbits - 1), a.symmetric != 0};
+  int levels = (1 << a.nbits) - 1;
+  Format f{levels, levels / 2.f, a.symmetric != 0};
   uint8_t *codes = a.codes + index * rows * row_bytes;
   for (int64_t lane = 0; lane < rows; lane += 16) {
     for (int64_t g = 0; g < groups; g++) {

@@ -124,7 +124,7 @@ def shifted(x, LEFT: tl.constexpr):
 
 @triton.jit
 def plane(w, tops, PLANE: tl.constexpr, NBITS: tl.constexpr, SYMMETRIC: tl.constexpr, ASM: tl.constexpr):
-    """Codes of one plane of words as pairs of float16, less the one that stands for zero where they are symmetric.
+    """Codes of one plane of words as pairs of float16, less their middle where they are symmetric.
 
     A code that lies at bit `P` of the mantissa of a float16 with exponent `10 - P` makes `2**(10 - P) + code`, and
     taking that power away is exact. Planes whose codes lie within the 10 bits of a mantissa need no shift, the others
@@ -141,7 +141,12 @@ def plane(w, tops, PLANE: tl.constexpr, NBITS: tl.constexpr, SYMMETRIC: tl.const
     if NBITS == 3:
         x = and_or(shifted(tops, 2 - SHIFT), (1 << (BIT + 2)) * ONES, x, ASM)
     if SYMMETRIC:
-        return minus(x, 2.0 ** (10 - BIT) + 2 ** (NBITS - 1), EXPONENT + (1 << (NBITS - 1 + BIT)), ASM)
+        LEVELS: tl.constexpr = (1 << NBITS) - 1
+        if BIT > 0:
+            return minus(x, 2.0 ** (10 - BIT) + LEVELS / 2, EXPONENT + LEVELS * (1 << BIT) // 2, ASM)
+        else:  # above 1024 halves have no place
+            HALF_BITS: tl.constexpr = (13 + NBITS) * 1024 + (LEVELS * (1 << (11 - NBITS)) - 1024)
+            return minus(minus(x, 1024.0, EXPONENT, ASM), LEVELS / 2, HALF_BITS, ASM)
     else:
         return minus(x, 2.0 ** (10 - BIT), EXPONENT, ASM)
 

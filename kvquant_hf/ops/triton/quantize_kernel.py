@@ -46,7 +46,7 @@ def as_float(bits):
 def parameters(low, high, NBITS: tl.constexpr, SYMMETRIC: tl.constexpr, LIMIT: tl.constexpr):
     """Bits of scales and zero points of groups, and whether float16 does not serve them."""
     if SYMMETRIC:
-        LEVELS: tl.constexpr = 2.0**NBITS - 2
+        LEVELS: tl.constexpr = 2.0**NBITS - 1
         high = tl.maximum(high, -low)
         low = -high
         zero_bits = (low * 0).to(tl.int32)
@@ -69,10 +69,9 @@ def codes_of(x, scale, zero_point, NBITS: tl.constexpr, SYMMETRIC: tl.constexpr)
     """Codes (int32) of values against their stored parameters, all float32 that broadcast."""
     inverse = tl.where(scale >= TINY, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), 0.0)
     if SYMMETRIC:
-        MIDDLE: tl.constexpr = 2.0 ** (NBITS - 1)
-        level = tl.minimum(tl.maximum(x * inverse, -MIDDLE), MIDDLE)
-        level = (level + ROUNDER) - ROUNDER + MIDDLE
-        return tl.minimum(tl.maximum(level, 1.0), 2.0**NBITS - 1).to(tl.int32)
+        LEVELS: tl.constexpr = 2.0**NBITS - 1
+        level = tl.minimum(tl.maximum(x * inverse + LEVELS / 2, 0.0), LEVELS)
+        return ((level + ROUNDER) - ROUNDER).to(tl.int32)
     else:
         level = tl.minimum(tl.maximum((x - zero_point) * inverse, 0.0), 2.0**NBITS - 1)
         return ((level + ROUNDER) - ROUNDER).to(tl.int32)

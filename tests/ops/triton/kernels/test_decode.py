@@ -56,6 +56,7 @@ CASES = [
     ("symmetric", 133, {**kv(4, 4, symmetric=True), "dtype": BF16}),
     ("symmetric-k3v2", 133, {**kv(3, 2, symmetric=True)}),
     ("symmetric-k8v8", 133, {**kv(8, 8, symmetric=True)}),
+    ("symmetric-k2v2-group-64", 220, {**kv(2, 2, 64, symmetric=True), "D": 64, "dtype": BF16}),
     ("group-16", 133, {**kv(4, 2, 16), "D": 64}),
     ("group-64", 220, {**kv(2, 4, 64), "D": 64}),
     ("group-128", 300, {**kv(4, 4, 128), "D": 128, "B": 1, "launch": Launch(32, 16, 4, 2)}),
@@ -116,7 +117,7 @@ CASES = [
     (
         "factors-symmetric-padded",
         150,
-        {**kv(4, 3, symmetric=True, **VARN), "B": 2, "padding": [37, 0], "mask": "pads", "spread": 1.0},
+        {**kv(4, 3, symmetric=True, **VARN), "B": 2, "padding": [37, 0], "mask": "pads", "spread": 1.0, "limit": 1.5},
     ),
     ("large-keys", 133, {"magnitude": 300.0, "scale": 1e-5}),
 ]
