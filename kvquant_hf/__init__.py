@@ -6,6 +6,7 @@ from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.lazy import LazyKV
 from kvquant_hf.memory import MemoryReport
 from kvquant_hf.presets import list_presets
+from kvquant_hf.query_moments import QueryMoments
 from kvquant_hf.spec import QuantSpec
 from kvquant_hf.view import StaleViewError
 
@@ -17,6 +18,7 @@ __all__ = [
     "MemoryReport",
     "QuantCache",
     "QuantSpec",
+    "QueryMoments",
     "StaleViewError",
     "list_presets",
     "register_attention",

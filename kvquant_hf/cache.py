@@ -17,7 +17,9 @@ from kvquant_hf.layer import QuantLayer
 from kvquant_hf.memory import MemoryReport
 from kvquant_hf.ops import available_backends
 from kvquant_hf.padding import padding_of_mask, padding_of_positions
+from kvquant_hf.query_moments import QueryMoments, load_once
 from kvquant_hf.rope_probe import find_rotations
+from kvquant_hf.spec import QuantSpec
 
 # What a saved cache and the model that continues it must agree on, as the model's config names it.
 _MODEL_FACTS = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -40,19 +42,34 @@ class QuantCache(Cache):
     Args:
         config: Config of the model, or the model. Of a composite config the text decoder counts.
         quant: Preset name (`list_presets()`), path of a YAML file, mapping, or `KVQuantConfig`.
+        query_moments: What the model's queries look like, or the file that says so; key channels are then rounded
+            together, so that scores suffer least (see `QueryMoments`).
         overrides: Top-level fields of `KVQuantConfig`, such as `residual_length=64` or `key={"nbits": 8}`.
 
     Raises:
-        ValueError: A setting is unknown or not allowed, or the model has no layer that can be quantized.
+        ValueError: A setting is unknown or not allowed, the model has no layer that can be quantized, or the query
+            moments are not those of such a model.
+        FileNotFoundError: There is no file with query moments where the settings say so.
     """
 
     def __init__(
         self,
         config: PreTrainedConfig | PreTrainedModel,
         quant: str | Path | Mapping[str, Any] | KVQuantConfig = "k4v4",
+        *,
+        query_moments: QueryMoments | str | Path | None = None,
         **overrides: Any,
     ) -> None:
+        if isinstance(query_moments, (str, Path)):
+            overrides["query_moments"] = str(query_moments)
         self.quant_config = KVQuantConfig.resolve(quant, **overrides)
+        if query_moments is not None and not isinstance(query_moments, (str, Path, QueryMoments)):
+            raise ValueError(f"`query_moments` must be a QueryMoments, a path or None, got {query_moments!r}.")
+        if isinstance(query_moments, QueryMoments):
+            self.query_moments: QueryMoments | None = query_moments
+        else:
+            path = self.quant_config.query_moments
+            self.query_moments = None if path is None else load_once(path)
         backends = ("auto", "dense", *available_backends())
         if self.quant_config.backend not in backends:
             raise ValueError(
@@ -71,13 +88,23 @@ class QuantCache(Cache):
         self._whole_heads = {i: rotations[i].num_heads for i in self._quant_layers}
         for i in self._quant_layers:
             layer_config = self.quant_config.for_layer(i, len(layers), self.layer_types[i])
-            layers[i] = QuantLayer(layer_config, rotations[i].rotation, rotations[i].reason)
+            feedback = self._feedback(i, layer_config.key)
+            layers[i] = QuantLayer(layer_config, rotations[i].rotation, rotations[i].reason, feedback)
         self._fresh_layers = {i: copy.deepcopy(layer) for i, layer in enumerate(layers) if i not in self._quant_layers}
         self.model_facts = {name: getattr(text_config, name, None) for name in _MODEL_FACTS}
         self._longrope_switch = _longrope_switch(text_config)
         self._padding: torch.Tensor | None = None
         self._user_defined = False
         super().__init__(layers=layers)
+
+    def _feedback(self, layer_idx: int, spec: QuantSpec) -> torch.Tensor | None:
+        if self.query_moments is None or not spec.is_quantized:
+            return None
+        if spec.granularity != "per_channel":
+            raise ValueError(
+                f"`query_moments` serves keys per channel; layer {layer_idx} has key.granularity={spec.granularity!r}."
+            )
+        return self.query_moments.feedback(layer_idx, spec)
 
     # ---- what generate tells -----------------------------------------------------------------------------------
 
@@ -344,6 +371,8 @@ class QuantCache(Cache):
             f"QuantCache({len(self._quant_layers)} of {len(self.layers)} layers quantized, "
             f"{self.get_seq_length()} tokens, backend {self.quant_config.backend})"
         ]
+        if self.query_moments is not None:
+            lines.append(f"  keys rounded by {self.query_moments}")
         texts = [repr(layer) for layer in self.layers]
         first = 0
         for i in range(1, len(texts) + 1):
@@ -364,7 +393,12 @@ class QuantCache(Cache):
 
     @classmethod
     def load(
-        cls, path: str | Path, config: PreTrainedConfig | PreTrainedModel, device: str | torch.device = "cpu"
+        cls,
+        path: str | Path,
+        config: PreTrainedConfig | PreTrainedModel,
+        device: str | torch.device = "cpu",
+        *,
+        query_moments: QueryMoments | str | Path | None = None,
     ) -> "QuantCache":
         """Read a cache that `save` wrote.
 
@@ -372,14 +406,16 @@ class QuantCache(Cache):
             path: The directory.
             config: Config of the model the cache belongs to, or the model.
             device: Where the tensors go.
+            query_moments: Those the cache was made with, if any; by default from the file that its settings name.
 
         Raises:
-            FileNotFoundError: There is no saved cache at `path`.
-            ValueError: What is there is damaged, of another kind or version, or of another model.
+            FileNotFoundError: There is no saved cache at `path`, or no file with its query moments.
+            ValueError: What is there is damaged, of another kind or version, or of another model, or was made with
+                other query moments: later tokens would be rounded otherwise than the first ones.
         """
         from kvquant_hf.serialization import load_cache
 
-        return load_cache(cls, Path(path), config, torch.device(device))
+        return load_cache(cls, Path(path), config, torch.device(device), query_moments)
 
 
 def _text_config(config: object) -> PreTrainedConfig:

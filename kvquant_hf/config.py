@@ -33,6 +33,9 @@ class KVQuantConfig:
         layers: Overrides of single layers: a layer index (negative counts from the end), an inclusive range such as
             `"0-3"` or a layer type such as `"full_attention"`, each mapped to partial settings
             (`{"key": {"nbits": 8}, "residual_length": 256}`). Later entries win.
+        query_moments: File written by `QueryMoments.save`, by which per-channel keys are rounded where the model's
+            queries do not look; `None` rounds every number to its nearest code. In a YAML file the path is relative to
+            that file.
     """
 
     key: QuantSpec = field(default_factory=lambda: QuantSpec(granularity="per_channel"))
@@ -41,6 +44,7 @@ class KVQuantConfig:
     sink_length: int = 4
     backend: str = "auto"
     layers: Mapping[int | str, Mapping[str, Any]] = field(default_factory=dict)
+    query_moments: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("key", "value"):
@@ -49,6 +53,8 @@ class KVQuantConfig:
         check_length("residual_length", self.residual_length)
         check_length("sink_length", self.sink_length)
         check_choice("backend", self.backend, BACKENDS)
+        if self.query_moments is not None and not isinstance(self.query_moments, str):
+            raise ValueError(f"`query_moments` must be the path of a file or None, got {self.query_moments!r}.")
         if not isinstance(self.layers, Mapping):
             raise ValueError(f"`layers` must map layers to overrides, got {self.layers!r}.")
         frozen: dict[int | str, Mapping[str, Any]] = {}
@@ -60,7 +66,8 @@ class KVQuantConfig:
         object.__setattr__(self, "layers", MappingProxyType(frozen))
 
     def __hash__(self) -> int:
-        return hash((self.key, self.value, self.residual_length, self.sink_length, self.backend, repr(self.layers)))
+        plain = (self.key, self.value, self.residual_length, self.sink_length, self.backend, self.query_moments)
+        return hash((*plain, repr(self.layers)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A mapping proxy cannot be pickled; the plain form can.
@@ -145,6 +152,7 @@ class KVQuantConfig:
             "sink_length": self.sink_length,
             "backend": self.backend,
             "layers": layers,
+            "query_moments": self.query_moments,
         }
 
     @classmethod
@@ -169,9 +177,12 @@ class KVQuantConfig:
         """
         path = Path(path)
         try:
-            return cls.from_dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+            config = cls.from_dict(yaml.safe_load(path.read_text(encoding="utf-8")))
         except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
             raise ValueError(f"{path} is no cache configuration: {error}") from error
+        if config.query_moments is None:
+            return config
+        return replace(config, query_moments=str(path.parent / config.query_moments))
 
     def to_yaml(self, path: str | Path | None = None) -> str:
         """YAML text of the settings, also written to `path` if one is given."""

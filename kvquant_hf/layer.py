@@ -30,17 +30,26 @@ class QuantLayer(CacheLayerMixin):
         config: Settings of this layer (`KVQuantConfig.for_layer`).
         rotation: The rotary embedding to undo before keys are quantized, or `None` to store them as they come.
         note: What `repr` says about the rotary embedding.
+        feedback: `[H_kv, D, D]`: how errors of key channels are made good in others (`QueryMoments.feedback`), or
+            `None` to round every number for itself.
     """
 
     is_compileable = False
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, config: KVQuantConfig, rotation: KeyRotation | None = None, note: str = "") -> None:
+    def __init__(
+        self,
+        config: KVQuantConfig,
+        rotation: KeyRotation | None = None,
+        note: str = "",
+        feedback: torch.Tensor | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.config = config
         self.rotation = rotation if config.key.is_quantized and config.key.rope == "pre" else None
         self.note = note
+        self.feedback = feedback
         self._epoch = [0]
         # Tokens at which the residual window overflows; no window limits what is not quantized at all.
         self._overflow = config.residual_length + config.block_length if config.is_quantized else 0
@@ -72,6 +81,15 @@ class QuantLayer(CacheLayerMixin):
                     f"`{name}` must be a floating-point tensor [batch, heads, tokens, head_dim], got "
                     f"{list(states.shape)} of {states.dtype}."
                 )
+        heads, head_dim = key_states.shape[1], key_states.shape[3]
+        feedback = self.feedback
+        if feedback is not None:
+            if tuple(feedback.shape[:2]) != (heads, head_dim):
+                raise ValueError(
+                    f"`query_moments` has {feedback.shape[0]} heads of size {feedback.shape[1]}, `key_states` has "
+                    f"{heads} of size {head_dim} (of a tensor parallel model they cannot be used yet)."
+                )
+            feedback = feedback.to(key_states.device)
         length = self.config.block_length
         layouts = ops.block_layouts(
             self.config.backend,
@@ -82,7 +100,7 @@ class QuantLayer(CacheLayerMixin):
             key_states.device,
         )
         self._stores = (
-            BlockStore(self.config.key, length, key_states.shape[3], key_states.dtype, layouts[0]),
+            BlockStore(self.config.key, length, key_states.shape[3], key_states.dtype, layouts[0], feedback),
             BlockStore(self.config.value, length, value_states.shape[3], value_states.dtype, layouts[1]),
         )
         if self.rotation is not None:

@@ -18,6 +18,7 @@ from kvquant_hf.layer_state import layer_state, load_layer_state
 
 if TYPE_CHECKING:
     from kvquant_hf.cache import QuantCache
+    from kvquant_hf.query_moments import QueryMoments
 
 FORMAT = "kvquant_hf.cache"
 FORMAT_VERSION = 1
@@ -50,6 +51,7 @@ def save_cache(cache: "QuantCache", path: Path) -> None:
             "version": FORMAT_VERSION,
             "sha256": _sha256(data),
             "quant_config": cache.quant_config.to_dict(),
+            "query_moments": None if cache.query_moments is None else cache.query_moments.fingerprint,
             "model": cache.model_facts,
             "layer_types": list(cache.layer_types),
             "layers": layers,
@@ -62,7 +64,11 @@ def save_cache(cache: "QuantCache", path: Path) -> None:
 
 
 def load_cache(
-    cls: "type[QuantCache]", path: Path, config: PreTrainedConfig | PreTrainedModel, device: torch.device
+    cls: "type[QuantCache]",
+    path: Path,
+    config: PreTrainedConfig | PreTrainedModel,
+    device: torch.device,
+    query_moments: "QueryMoments | str | Path | None",
 ) -> "QuantCache":
     """Read a cache from a directory, see `QuantCache.load`."""
     description = _read_description(path)
@@ -75,7 +81,14 @@ def load_cache(
         tensors = load_file(data, device=str(device))
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{data} is damaged: {error}") from error
-    cache = cls(config, KVQuantConfig.from_dict(_with_layer_keys(description["quant_config"])))
+    quant = KVQuantConfig.from_dict(_with_layer_keys(description["quant_config"]))
+    cache = cls(config, quant, query_moments=query_moments)
+    made_with = description.get("query_moments")
+    given = None if cache.query_moments is None else cache.query_moments.fingerprint
+    if made_with != given:
+        raise ValueError(
+            f"`query_moments` must be those that the cache in {path} was made with, {made_with}, got {given}."
+        )
     if list(cache.layer_types) != description["layer_types"]:
         raise ValueError(
             f"{path} holds a cache of a model with the layer types {description['layer_types']}, `config` has "

@@ -32,8 +32,8 @@ class QuantSpec:
         method: Quantizer, a name in `kvquant_hf.quantizers.QUANTIZERS`: `affine`, or `variance_normalized`, which
             first brings channels and tokens of a tile to equal spread (KVarN, arXiv 2606.03458). Its tiles have at
             least `group_size` tokens.
-        symmetric: Codes evenly about zero, at odd multiples of half a scale, with no zero point to store. Pays for values
-            in the Hadamard basis, whose mean is zero.
+        symmetric: Codes evenly about zero, at odd multiples of half a scale, with no zero point to store. Pays for
+            values in the Hadamard basis, whose mean is zero.
         clip: Range of a group: its minimum and maximum (`minmax`), or the shrunken range of least squared error
             (`mse`).
     """

@@ -69,6 +69,8 @@ class BlockStore:
         dtype: Dtype of the model's tensor.
         own_layout: Layout of the backend that will read the blocks, `None` for the one described above. Blocks that it
             cannot take turn the whole store to the latter, for good.
+        feedback: `[H, D, D]`: how errors of channels are made good in others (`QueryMoments.feedback`), `None` to
+            round every number for itself. For per-channel codes.
     """
 
     def __init__(
@@ -78,8 +80,10 @@ class BlockStore:
         head_dim: int,
         dtype: torch.dtype,
         own_layout: BlockLayout | None = None,
+        feedback: torch.Tensor | None = None,
     ) -> None:
         self.spec = spec
+        self.feedback = feedback if spec.is_quantized else None
         self.block_length = block_length
         self.head_dim = head_dim
         self.dtype = dtype
@@ -109,7 +113,7 @@ class BlockStore:
         if self._quantizer is None or self.layout is None:
             return EncodedBlocks(blocks.to(self.dtype), None, None)
         groups = self._quantizer.quantize(
-            self._rows(blocks), None if range_blocks is None else self._rows(range_blocks)
+            self._rows(blocks), None if range_blocks is None else self._rows(range_blocks), self.feedback
         )
         return self._encoded(groups)
 

@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvquant_hf import KVQuantConfig, QuantCache
-from kvquant_hf.analysis.capture import LayerActivations, capture
 from kvquant_hf.analysis.measures import HeadSums
+from kvquant_hf.capture import LayerActivations, capture
 from kvquant_hf.eval.score import Protocol
 from kvquant_hf.layer import QuantLayer
 from kvquant_hf.rope import KeyRotation
@@ -110,7 +110,9 @@ def stored(layer: QuantLayer, key: torch.Tensor, value: torch.Tensor) -> Pair:
         key: `[1, H_kv, T, D]`, rotated by the model.
         value: `[1, H_kv, T, D_v]`.
     """
-    fresh = QuantLayer(replace(layer.config, residual_length=0, backend="auto"), layer.rotation)
+    fresh = QuantLayer(
+        replace(layer.config, residual_length=0, backend="auto"), layer.rotation, feedback=layer.feedback
+    )
     fresh.update(key, value)
     return fresh.dequantize()
 

@@ -86,7 +86,8 @@ def encode_blocks(
     ):
         return None
     try:
-        return cpu.encode(store.spec, states, length, rotation, num_sinks, (slot - num_sinks) // length, fitted)
+        first_block = (slot - num_sinks) // length
+        return cpu.encode(store.spec, states, length, rotation, num_sinks, first_block, fitted, store.feedback)
     except cpu.BuildError as error:
         no_compiler(error)
         return None

@@ -28,7 +28,9 @@ class AffineQuantizer:
         self.symmetric = spec.symmetric
         self.clip = spec.clip
 
-    def quantize(self, rows: torch.Tensor, range_rows: torch.Tensor | None = None) -> QuantizedGroups:
+    def quantize(
+        self, rows: torch.Tensor, range_rows: torch.Tensor | None = None, feedback: torch.Tensor | None = None
+    ) -> QuantizedGroups:
         """Codes of rows, see `Quantizer.quantize`."""
         groups = self._grouped(rows)
         fitted = groups if range_rows is None else self._grouped(range_rows)
@@ -40,8 +42,11 @@ class AffineQuantizer:
         scale, zero_point = self._parameters(low, high, dtype)
         if self.clip == "mse":
             scale, zero_point = self._clipped(fitted, low, high, scale, zero_point, dtype)
-        codes = self._codes(groups, scale, zero_point)
-        return QuantizedGroups(codes.to(torch.uint8).flatten(-2)[..., : rows.shape[-1]], scale, zero_point)
+        if feedback is None:
+            codes = self._codes(groups, scale, zero_point).to(torch.uint8)
+        else:
+            codes = self._codes_with_feedback(groups, scale, zero_point, feedback)
+        return QuantizedGroups(codes.flatten(-2)[..., : rows.shape[-1]], scale, zero_point)
 
     def dequantize(self, groups: QuantizedGroups) -> torch.Tensor:
         """Values of codes, see `Quantizer.dequantize`."""
@@ -118,6 +123,22 @@ class AffineQuantizer:
         if zero_point is None:
             return (groups * inverse).add_(self._middle).round_().clamp_(0, self._levels)
         return ((groups - zero_point.float()[..., None] * shrink) * inverse).round_().clamp_(0, self._levels)
+
+    def _codes_with_feedback(
+        self, groups: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, feedback: torch.Tensor
+    ) -> torch.Tensor:
+        """Codes of groups `[B, H, n, rows, groups, n]`, row after row, see `Quantizer.quantize`."""
+        targets, codes = groups.clone(), torch.empty_like(groups, dtype=torch.uint8)
+        feedback = feedback[:, None, :, :, None, None]
+        for row in reversed(range(groups.shape[3])):
+            own_scale = scale[:, :, :, row]
+            own_zero = None if zero_point is None else zero_point[:, :, :, row]
+            found = self._codes(targets[:, :, :, row], own_scale, own_zero)
+            codes[:, :, :, row] = found
+            error = self._values(found, own_scale, own_zero).sub_(groups[:, :, :, row])
+            # One row at a time: the order of the sums must not depend on how many blocks there are.
+            targets[:, :, :, :row] -= feedback[:, :, row, :row] * error[:, :, :, None]
+        return codes
 
     def _clipped(
         self,

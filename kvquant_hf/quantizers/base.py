@@ -33,7 +33,9 @@ class Quantizer(Protocol):
 
     def __init__(self, spec: "QuantSpec") -> None: ...
 
-    def quantize(self, rows: torch.Tensor, range_rows: torch.Tensor | None = None) -> QuantizedGroups:
+    def quantize(
+        self, rows: torch.Tensor, range_rows: torch.Tensor | None = None, feedback: torch.Tensor | None = None
+    ) -> QuantizedGroups:
         """Codes of rows.
 
         Args:
@@ -41,6 +43,9 @@ class Quantizer(Protocol):
                 may be shorter.
             range_rows: Like `rows`: what the parameters are fitted to, where that differs (padding left out).
                 Elements of `rows` outside the fitted range take the nearest code.
+            feedback: `[H, rows, rows]`, float32, for rows `[B, H, n, rows, length]`: rows are rounded from the last to
+                the first, and the error of row `j` times entry `[h, j, i]` is taken from every row `i < j` before its
+                turn (`QueryMoments.feedback`). Scales and zero points stay those of the rows as they came.
 
         Returns:
             Codes computed against the parameters as stored, that is, after rounding. They have a `factor` if and only

@@ -36,12 +36,15 @@ class VarianceNormalizedQuantizer:
     def __init__(self, spec: QuantSpec) -> None:
         self._affine = AffineQuantizer(spec)
 
-    def quantize(self, rows: torch.Tensor, range_rows: torch.Tensor | None = None) -> QuantizedGroups:
+    def quantize(
+        self, rows: torch.Tensor, range_rows: torch.Tensor | None = None, feedback: torch.Tensor | None = None
+    ) -> QuantizedGroups:
         """Codes of tiles `[..., rows, length]`, see `Quantizer.quantize`."""
         fitted = rows if range_rows is None else range_rows
         factor = column_factors(fitted)
         divisor = factor.float()[..., None, :]
-        groups = self._affine.quantize(rows / divisor, None if range_rows is None else range_rows / divisor)
+        # Feedback acts within a column, whose factor it leaves alone.
+        groups = self._affine.quantize(rows / divisor, None if range_rows is None else range_rows / divisor, feedback)
         return QuantizedGroups(groups.codes, groups.scale, groups.zero_point, factor)
 
     def dequantize(self, groups: QuantizedGroups) -> torch.Tensor:

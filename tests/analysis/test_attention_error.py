@@ -11,7 +11,7 @@ from kvquant_hf import KVQuantConfig, QuantCache, QuantSpec
 from kvquant_hf._compat import cache_kwargs
 from kvquant_hf.analysis import ERRORS, FACTS, FACTS_NAME, HeadSums, LayerActivations, analyze_window
 from kvquant_hf.analysis.attention_error import attention_facts, code_ends, layer_errors, stored
-from kvquant_hf.analysis.capture import capture
+from kvquant_hf.capture import capture
 from kvquant_hf.eval import Protocol
 from kvquant_hf.layer import QuantLayer
 from kvquant_hf.rope import KeyRotation

@@ -25,6 +25,7 @@ struct Args {
   const float *cosb, *sinb;        // [L, pairs] rotation of offsets
   uint8_t *codes;                  // [B, H, N, rows, bytes]
   uint16_t *scale, *zero;          // [B, H, N, rows, groups], float16; no zero points of symmetric codes
+  const float *feedback;           // [H, D, D] or null: what an error of channel j takes from channels i < j
 };
 
 // ---- float16, rounded in one direction -------------------------------------------------------------------------------
@@ -97,12 +98,15 @@ INLINE vf codes_of(const Format &f, const Grid &g, vf x) {
   return vmin(vmax(nearest((x - g.offset) * g.inverse), vf{}), splat((float)f.levels));
 }
 
+INLINE vf values_of(const Format &f, const Grid &g, vf c) {
+  return f.symmetric ? (c - f.middle) * g.step : c * g.step + g.offset;
+}
+
 static vf squared_error(const Format &f, const Grid &g, const float *x, int64_t step, int count) {
   vf sum = {};
   for (int e = 0; e < count; e++) {
     vf value = load(x + e * step), c = codes_of(f, g, value);
-    vf back = f.symmetric ? (c - f.middle) * g.step : c * g.step + g.offset;
-    vf gap = back - value;
+    vf gap = values_of(f, g, c) - value;
     sum += gap * gap;
   }
   return sum;
@@ -145,6 +149,7 @@ INLINE bool fits_half(const Format &f, vf low, vf high, vi undefined) {
 struct Scratch {
   alignas(64) float x[MAX_BLOCK * MAX_DIM], other[MAX_BLOCK * MAX_DIM], range[MAX_BLOCK * MAX_DIM];
   alignas(64) uint8_t code[MAX_DIM > MAX_BLOCK ? MAX_DIM : MAX_BLOCK][16];
+  alignas(64) uint8_t channel[MAX_DIM][MAX_BLOCK];  // codes of each channel, with feedback
 };
 
 static void unrotate(const Args &a, int64_t n, float *x) {
@@ -192,6 +197,32 @@ static void pack(const uint8_t (*code)[16], int64_t length, int nbits, uint8_t *
       low += plane;
     }
   }
+}
+
+// Codes of channels `x` [L, D] against stored parameters [D, groups], from the last channel to the first. What a channel
+// is off by is made good in those still to come, which are `other` [D, L] by then.
+static void round_with_feedback(const Args &a, const Format &f, Scratch &s, const uint16_t *scale, const uint16_t *zero,
+                                int64_t groups, const float *feedback) {
+  int64_t L = a.length, D = a.dim;
+  transpose(s.x, s.other, L, D);
+  for (int64_t d = D - 1; d >= 0; d--)
+    for (int64_t t = 0; t < L; t += 16) {
+      int64_t at = d * groups + t / a.group;
+      float step = half_to_float(scale[at]), offset = f.symmetric ? 0.f : half_to_float(zero[at]);
+      Grid g;
+      g.step = splat(step);
+      g.offset = splat(offset);
+      g.inverse = splat(step >= 1.17549435e-38f ? 1 / step : 0.f);
+      vf c = codes_of(f, g, load(s.other + d * L + t)), own;
+      for (int i = 0; i < 16; i++) own[i] = s.x[(t + i) * D + d];
+      vf error = values_of(f, g, c) - own;
+      v16u8 bytes = __builtin_convertvector(__builtin_convertvector(c, vi), v16u8);
+      memcpy(s.channel[d] + t, &bytes, 16);
+      for (int64_t i = 0; i < d; i++) {
+        float *target = s.other + i * L + t;
+        store(target, load(target) - error * feedback[d * D + i]);
+      }
+    }
 }
 
 // Encode block `n` of head `h` of row `b`; false if it does not fit into float16 parameters.
@@ -245,7 +276,7 @@ static bool encode_block(const Args &a, Scratch &s, int64_t b, int64_t h, int64_
       if (!fits_half(f, low, high, undefined)) return false;
       Grid grid = grid_of(f, low, high);
       if (a.mse) grid = clipped(f, grid, low, high, from, rows, count);
-      for (int64_t e = 0; e < count; e++) {
+      for (int64_t e = 0; e < count && !a.feedback; e++) {
         vi c = __builtin_convertvector(codes_of(f, grid, load(own + e * rows)), vi);
         v16u8 bytes = __builtin_convertvector(c, v16u8);
         memcpy(s.code[first + e], &bytes, 16);
@@ -256,7 +287,17 @@ static bool encode_block(const Args &a, Scratch &s, int64_t b, int64_t h, int64_
         if (a.zero) a.zero[at] = grid.zero[i];
       }
     }
-    pack(s.code, elements, a.nbits, codes + lane * row_bytes, row_bytes);
+    if (!a.feedback) pack(s.code, elements, a.nbits, codes + lane * row_bytes, row_bytes);
+  }
+  if (a.feedback) {
+    int64_t parameters = index * rows * groups;
+    const uint16_t *zero = a.zero ? a.zero + parameters : nullptr;
+    round_with_feedback(a, f, s, a.scale + parameters, zero, groups, a.feedback + h * D * D);
+    for (int64_t lane = 0; lane < rows; lane += 16) {
+      for (int64_t e = 0; e < elements; e++)
+        for (int i = 0; i < 16; i++) s.code[e][i] = s.channel[lane + i][e];
+      pack(s.code, elements, a.nbits, codes + lane * row_bytes, row_bytes);
+    }
   }
   return true;
 }

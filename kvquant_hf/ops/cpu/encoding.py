@@ -66,6 +66,7 @@ def encode(
     num_sinks: int = 0,
     first_block: int = 0,
     fitted: torch.Tensor | None = None,
+    feedback: torch.Tensor | None = None,
 ) -> EncodedBlocks | None:
     """Quantize and pack whole blocks, see `BlockStore.encode`.
 
@@ -80,6 +81,7 @@ def encode(
         num_sinks: Slot at which block 0 of the layer begins.
         first_block: Which block of the layer the first of these is.
         fitted: `[B, H, N, block_length, D]`, float32, contiguous: what ranges are fitted to, where that differs.
+        feedback: `[H, D, D]`, float32, contiguous: see `BlockStore`.
 
     Returns:
         The blocks in the common layout, or `None` where something is not finite or needs parameters in float32:
@@ -112,7 +114,7 @@ def encode(
     settings = [spec.nbits, spec.group_size, spec.symmetric, spec.clip == "mse", spec.rotation == "hadamard"]
     fields = [*source, 0 if fitted is None else fitted.data_ptr(), batch_size, heads, blocks, block_length, head_dim]
     fields += [per_channel, *settings, *turn, codes.data_ptr(), scale.data_ptr()]
-    fields.append(0 if zero_point is None else zero_point.data_ptr())
+    fields += [0 if tensor is None else tensor.data_ptr() for tensor in (zero_point, feedback)]
     args = array("q", fields)
     parallel = parallel_region()
     threads = torch.get_num_threads() if parallel and blocks > 1 else 1

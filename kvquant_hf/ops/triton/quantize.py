@@ -23,14 +23,15 @@ _VALUE_TOKENS = 32
 def quantizes(store: "BlockStore") -> bool:
     """Whether the kernels quantize for a store.
 
-    They do min-max ranges of affine codes, for head sizes that are a power of two; everything else is left to the
-    store's quantizer, which gives the same codes.
+    They do min-max ranges of affine codes without feedback, for head sizes that are a power of two; everything else is
+    left to the store's quantizer.
     """
     spec = store.spec
     return (
         isinstance(store.own_layout, WordLayout)
         and spec.method == "affine"
         and spec.clip == "minmax"
+        and store.feedback is None
         and store.head_dim & (store.head_dim - 1) == 0
         and not (spec.rotation != "none" and spec.granularity == "per_channel")
     )

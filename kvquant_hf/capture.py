@@ -150,7 +150,7 @@ def capture_attention_forward(
     """
     capture = _current.get()
     if capture is None:
-        raise RuntimeError(f"Attention {CAPTURE_NAME!r} works only within `kvquant_hf.analysis.capture`.")
+        raise RuntimeError(f"Attention {CAPTURE_NAME!r} works only within `kvquant_hf.capture.capture`.")
     named = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if named:
         raise ValueError(f"Attention with {named} cannot be analyzed.")
