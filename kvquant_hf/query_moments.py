@@ -8,7 +8,7 @@ section 3) in the form of LDLQ (QuIP, arXiv 2307.13304, section 3.1).
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -89,7 +89,9 @@ class QueryMoments:
         return self._moments[layer_idx]
 
     @classmethod
-    def collect(cls, model: PreTrainedModel, input_ids: torch.Tensor) -> "QueryMoments":
+    def collect(
+        cls, model: PreTrainedModel, input_ids: torch.Tensor, progress: Callable[[], object] | None = None
+    ) -> "QueryMoments":
         """Run texts through a model and keep the moments of its queries.
 
         A few thousand tokens serve; of several kinds of text they serve better than of one.
@@ -97,6 +99,7 @@ class QueryMoments:
         Args:
             model: Causal language model in eval mode whose attention goes through Transformers' attention interface.
             input_ids: `[num_texts, T]` or `[T]`, integer, without padding, on the model's device.
+            progress: Called after each text.
 
         Raises:
             ValueError: `input_ids` has another form, or the model's queries cannot be observed.
@@ -131,6 +134,8 @@ class QueryMoments:
 
         for text in texts:
             capture(model, text, wanted, consume, queries=texts.shape[1] - _SKIP)
+            if progress is not None:
+                progress()
         turned = {
             layer_idx: moment if (rotation := rotations[layer_idx].rotation) is None else _turned(moment, rotation)
             for layer_idx, moment in sums.items()
