@@ -4,6 +4,8 @@
     python scripts/score.py --model DIR --quant k8v8 k4v4 k2v2,residual_length=64 my.yaml --text wiki.test.raw
     python scripts/score.py --model DIR --quant k4v4 --baseline hf-quanto hf-quanto:2 hf-hqq --text book.txt \
         --start "Chapter 13" --chunks 2 --text LICENSE --chunks 1 --json out/score.json
+    python scripts/score.py --model prepared:smollm2-135m --quant k2v2 k3v2 --query-moments out/smollm2.safetensors \
+        --text wiki.test.raw
     python scripts/score.py --model prepared:smollm2-135m prepared:qwen2.5-coder-0.5b --all-presets \
         --text wiki.test.raw --chunks 8 --divergence 128 --report out/score
 
@@ -26,7 +28,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from kvquant_hf import KVQuantConfig, QuantCache, list_presets
+from kvquant_hf import KVQuantConfig, QuantCache, QueryMoments, list_presets
 from kvquant_hf.eval import (
     BASELINES,
     CacheFactory,
@@ -67,6 +69,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="preset or YAML path, each with optional settings: k2v2,residual_length=64,key.nbits=3",
     )
     parser.add_argument("--all-presets", action="store_true", help="score every preset")
+    parser.add_argument(
+        "--query-moments",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="score every --quant with 2 to 8-bit keys per channel once more, as NAME+q, with keys rounded by the "
+        "model's queries: a file of scripts/query_moments.py for each --model",
+    )
     parser.add_argument(
         "--baseline",
         nargs="+",
@@ -111,6 +121,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.quant += [name for name in list_presets() if name not in options.quant]
     if not options.quant and not options.baseline:
         parser.error("name at least one --quant or --baseline")
+    if options.query_moments and len(options.query_moments) != len(options.model):
+        parser.error(f"{len(options.query_moments)} files of --query-moments for {len(options.model)} --model")
+    options.query_moments = options.query_moments or [None] * len(options.model)
     return options
 
 
@@ -129,10 +142,14 @@ def read_windows(
 
 
 def cache_factories(
-    options: argparse.Namespace, model: PreTrainedModel
+    options: argparse.Namespace, model: PreTrainedModel, moments: str | None
 ) -> tuple[dict[str, CacheFactory], dict[str, KVQuantConfig]]:
-    """Makers of fresh caches by name, and the settings of ours."""
-    configs = {name: parse_quant(name) for name in options.quant}
+    """Makers of fresh caches by name, and the settings of ours; `moments` is a file with query moments."""
+    configs: dict[str, KVQuantConfig] = {}
+    for name in options.quant:
+        config = configs[name] = parse_quant(name)
+        if moments and config.key.is_quantized and config.key.granularity == "per_channel":
+            configs[f"{name}+q"] = config.replace(query_moments=moments)
 
     def maker(config: KVQuantConfig) -> CacheFactory:
         return lambda: QuantCache(model, config)
@@ -187,11 +204,18 @@ def open_store(options: argparse.Namespace, resolved: str, configs: dict[str, KV
         "types": [options.dtype, options.attn, options.device],
         "versions": package_versions(),
     }
-    return FileStore(options.report / "chunks.jsonl", setting, {name: c.to_dict() for name, c in configs.items()})
+    deciding = {name: config.to_dict() | contents(config) for name, config in configs.items()}
+    return FileStore(options.report / "chunks.jsonl", setting, deciding)
+
+
+def contents(config: KVQuantConfig) -> dict[str, str]:
+    """What the files that settings name hold; their paths decide nothing."""
+    path = config.query_moments
+    return {} if path is None else {"query_moments": QueryMoments.load(path).fingerprint}
 
 
 def score_model(
-    options: argparse.Namespace, resolved: str, windows: torch.Tensor
+    options: argparse.Namespace, resolved: str, windows: torch.Tensor, moments: str | None
 ) -> tuple[ModelScores, dict[str, KVQuantConfig]]:
     """All caches of one model."""
     protocol = Protocol(options.context, options.prefill, options.step)
@@ -200,7 +224,7 @@ def score_model(
     )
     model = model.to(options.device).eval()
     windows = windows.to(options.device)
-    factories, configs = cache_factories(options, model)
+    factories, configs = cache_factories(options, model, moments)
     store = open_store(options, resolved, configs)
     total = len(windows) * protocol.scored * (1 + len(factories))
     with tqdm(total=total, unit="tok", desc="scoring", disable=None) as bar:
@@ -228,9 +252,9 @@ def run(options: argparse.Namespace) -> tuple[list[ModelScores], dict[str, objec
     configs: dict[str, KVQuantConfig] = {}
     texts: list[dict[str, object]] = []
     resolved_models = [resolve_model(name) for name in options.model]
-    for resolved in resolved_models:
+    for resolved, moments in zip(resolved_models, options.query_moments, strict=True):
         windows, texts = read_windows(options, AutoTokenizer.from_pretrained(resolved))
-        scored, configs = score_model(options, resolved, windows)
+        scored, configs = score_model(options, resolved, windows, moments)
         measured.append(scored)
         tokens = scored.scores[REFERENCE].tokens
         print(f"{scored.model}, {options.dtype}, {len(windows)} windows of {options.context} tokens, {tokens} scored")

@@ -9,7 +9,7 @@ import torch
 from models import load_script
 from transformers import AutoModelForCausalLM
 
-from kvquant_hf import KVQuantConfig, QuantCache
+from kvquant_hf import KVQuantConfig, QuantCache, QueryMoments
 from kvquant_hf._compat import cache_kwargs
 
 score = load_script("score")
@@ -146,3 +146,44 @@ def test_several_models_in_one_report(
 def test_refuses_a_model_that_is_not_prepared(text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert score.main(["--model", "prepared:none", "--text", str(text_file), "--quant", "k4v4"]) == 1
     assert "get_model.py none" in capsys.readouterr().err
+
+
+def test_query_moments_are_scored_beside_each_cache(
+    arguments: list[str], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    ids = torch.randint(1, 100, (1, 60), generator=torch.Generator().manual_seed(0))
+    moments = tmp_path / "m.safetensors"
+    QueryMoments.collect(model, ids).save(moments)
+    names = ["k2v2,residual_length=32", "k8v8,residual_length=32,key.granularity=per_token", "dense"]
+    report = tmp_path / "report"
+    command = [
+        *arguments,
+        "--quant",
+        *names,
+        "--chunks",
+        "1",
+        "--query-moments",
+        str(moments),
+        "--report",
+        str(report),
+    ]
+    assert score.main(command) == 0
+    rows = {row["quant"]: row for row in json.loads((report / "report.json").read_text())["results"]}
+    assert list(rows) == ["DynamicCache", names[0], f"{names[0]}+q", *names[1:]]
+    plain, rounded = rows[names[0]], rows[f"{names[0]}+q"]
+    assert plain["kl"] != rounded["kl"]
+    assert plain["bits_per_value"] == rounded["bits_per_value"]
+    # Another content of the same file is measured anew.
+    QueryMoments.collect(model, ids.flip(-1)).save(moments)
+    assert score.main(command) == 0
+    again = {row["quant"]: row for row in json.loads((report / "report.json").read_text())["results"]}
+    assert again[names[0]]["kl"] == plain["kl"] and again[f"{names[0]}+q"]["kl"] != rounded["kl"]
+
+
+def test_each_model_needs_its_moments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        score.main([*arguments, "--quant", "k4v4", "--query-moments", "a", "b"])
+    assert "2 files of --query-moments for 1 --model" in capsys.readouterr().err
+    assert score.main([*arguments, "--quant", "k4v4", "--query-moments", "gone.safetensors"]) == 1
+    assert "gone.safetensors" in capsys.readouterr().err
