@@ -58,6 +58,9 @@ def analyze_window(
         raise ValueError(f"`settings` must not use the name {FACTS_NAME!r}.")
     rotations = find_rotations(model)
     makers = {name: _layers_of(model, config) for name, config in settings.items()}
+    for layers in makers.values():
+        if not any(layer.config.is_quantized for layer in layers.values()):
+            raise ValueError(_nothing_read(next(iter(layers.values())).config, protocol))
     wanted = next(iter(makers.values())) if makers else _layers_of(model, KVQuantConfig())
     found: dict[str, dict[int, dict[str, HeadPair]]] = {name: {} for name in (*settings, FACTS_NAME)}
 
@@ -124,16 +127,12 @@ def layer_errors(layer: LayerActivations, settings: QuantLayer, protocol: Protoc
         protocol: How a cache would be fed.
 
     Raises:
-        ValueError: No token would be read from codes.
+        ValueError: The layer is quantized and no token would be read from codes.
     """
     ends = code_ends(settings.config, protocol, layer.query.shape[2])
     last, first = int(ends.max()), settings.config.sink_length
-    if last <= first or not settings.config.is_quantized:
-        raise ValueError(
-            f"No token of a window of {protocol.context} would be read from codes with sink_length="
-            f"{settings.config.sink_length}, residual_length={settings.config.residual_length} and nbits "
-            f"{settings.config.key.nbits} and {settings.config.value.nbits}: take longer windows or other settings."
-        )
+    if settings.config.is_quantized and last <= first:
+        raise ValueError(_nothing_read(settings.config, protocol))
     key, value = stored(settings, layer.key, layer.value)
     slots = torch.arange(layer.key.shape[2])
     is_code = ((slots >= first) & (slots < ends[:, None])).to(layer.key.device)  # [N, T]
@@ -159,6 +158,14 @@ def layer_errors(layer: LayerActivations, settings: QuantLayer, protocol: Protoc
         "output_error_from_values": _errors(output, values_alone),
         "output_error": _errors(output, output - both),
     }
+
+
+def _nothing_read(config: KVQuantConfig, protocol: Protocol) -> str:
+    return (
+        f"No token of a window of {protocol.context} would be read from codes with sink_length={config.sink_length}, "
+        f"residual_length={config.residual_length} and nbits {config.key.nbits} and {config.value.nbits}: take longer "
+        "windows or other settings."
+    )
 
 
 def attention_facts(layer: LayerActivations, rotation: KeyRotation | None) -> dict[str, Pair]:

@@ -60,7 +60,9 @@ def default_candidates() -> Candidates:
     """2, 3, 4 and 8 bits as the presets store them, keys in groups of 32 and of 64 tokens."""
     presets = [KVQuantConfig.from_preset(name) for name in _PRESETS]
     key = {
-        f"k{preset.key.nbits}g{size}": replace(preset.key, group_size=size) for preset in presets for size in _KEY_GROUPS
+        f"k{preset.key.nbits}g{size}": replace(preset.key, group_size=size)
+        for preset in presets
+        for size in _KEY_GROUPS
     }
     return Candidates(key, {f"v{preset.value.nbits}": preset.value for preset in presets})
 

@@ -27,7 +27,9 @@ class InfeasibleError(ValueError):
 
     def __init__(self, load: int | None, least: float, limit: float) -> None:
         what = "the loads cannot all be within their limits at once."
-        super().__init__(what if load is None else f"load {load} must be at most {limit:g}, at least {least:g} is needed.")
+        super().__init__(
+            what if load is None else f"load {load} must be at most {limit:g}, at least {least:g} is needed."
+        )
         self.load = load
         self.least = least
 
@@ -48,7 +50,9 @@ def choose(costs: Sequence[Floats], loads: Sequence[Floats], limits: Floats) -> 
         ValueError: A number is not finite, or a load is negative.
         RuntimeError: The solver did not finish.
     """
-    if not all(np.isfinite(part).all() for part in (*costs, *loads, limits)) or any((part < 0).any() for part in loads):
+    if not all(np.isfinite(part).all() for part in (*costs, *loads, limits)) or any(
+        (part < 0).any() for part in loads
+    ):
         raise ValueError("`costs`, `loads` and `limits` must be finite and `loads` not negative.")
     least = np.sum([part.min(axis=0) for part in loads], axis=0)
     for load, limit in enumerate(limits):
