@@ -60,7 +60,7 @@ def analyze_window(
     makers = {name: _layers_of(model, config) for name, config in settings.items()}
     for layers in makers.values():
         if not any(layer.config.is_quantized for layer in layers.values()):
-            raise ValueError(_nothing_read(next(iter(layers.values())).config, protocol))
+            check_codes_are_read(next(iter(layers.values())).config, protocol)
     wanted = next(iter(makers.values())) if makers else _layers_of(model, KVQuantConfig())
     found: dict[str, dict[int, dict[str, HeadPair]]] = {name: {} for name in (*settings, FACTS_NAME)}
 
@@ -103,6 +103,24 @@ def code_ends(config: KVQuantConfig, protocol: Protocol, queries: int) -> torch.
     return config.sink_length + waiting // config.block_length * config.block_length
 
 
+def check_codes_are_read(config: KVQuantConfig, protocol: Protocol) -> None:
+    """Raise unless the last query of a window reads a token from codes.
+
+    Args:
+        config: Settings of a layer.
+        protocol: How the cache is fed.
+
+    Raises:
+        ValueError: Nothing is quantized, or windows and sinks cover everything.
+    """
+    if not config.is_quantized or int(code_ends(config, protocol, 1)) <= config.sink_length:
+        raise ValueError(
+            f"No token of a window of {protocol.context} would be read from codes with sink_length="
+            f"{config.sink_length}, residual_length={config.residual_length} and nbits {config.key.nbits} and "
+            f"{config.value.nbits}: take longer windows or other settings."
+        )
+
+
 def stored(layer: QuantLayer, key: torch.Tensor, value: torch.Tensor) -> Pair:
     """Keys and values after a round trip through a cache layer, as many blocks of them as there are.
 
@@ -131,8 +149,8 @@ def layer_errors(layer: LayerActivations, settings: QuantLayer, protocol: Protoc
     """
     ends = code_ends(settings.config, protocol, layer.query.shape[2])
     last, first = int(ends.max()), settings.config.sink_length
-    if settings.config.is_quantized and last <= first:
-        raise ValueError(_nothing_read(settings.config, protocol))
+    if settings.config.is_quantized:
+        check_codes_are_read(settings.config, protocol)
     key, value = stored(settings, layer.key, layer.value)
     slots = torch.arange(layer.key.shape[2])
     is_code = ((slots >= first) & (slots < ends[:, None])).to(layer.key.device)  # [N, T]
@@ -158,14 +176,6 @@ def layer_errors(layer: LayerActivations, settings: QuantLayer, protocol: Protoc
         "output_error_from_values": _errors(output, values_alone),
         "output_error": _errors(output, output - both),
     }
-
-
-def _nothing_read(config: KVQuantConfig, protocol: Protocol) -> str:
-    return (
-        f"No token of a window of {protocol.context} would be read from codes with sink_length={config.sink_length}, "
-        f"residual_length={config.residual_length} and nbits {config.key.nbits} and {config.value.nbits}: take longer "
-        "windows or other settings."
-    )
 
 
 def attention_facts(layer: LayerActivations, rotation: KeyRotation | None) -> dict[str, Pair]:

@@ -92,7 +92,7 @@ def _solve(costs: Sequence[Floats], loads: Sequence[Floats], limits: Floats, lea
     load = np.concatenate([part - part.min(axis=0) for part in loads])
     room = np.maximum(limits * (1 + _EXACT) - least, 0.0)
     # An option that alone takes more than all the room is out of the question, and would spoil the scale.
-    usable = (load <= room).all(axis=1)
+    usable: NDArray[np.bool_] = np.all(load <= room, axis=1)
     scale = np.divide(_SCALE, room, out=np.zeros_like(room), where=room > 0)
     rows = np.where(usable[:, None], load * scale, 0.0).T
     one_each = csr_array(block_diag([np.ones((1, len(part))) for part in costs]))

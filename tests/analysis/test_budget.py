@@ -1,0 +1,1 @@
+"""Budgets on tiny random models."""
