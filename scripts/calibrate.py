@@ -99,6 +99,8 @@ def run_budget(options: argparse.Namespace) -> int:
     protocol = Protocol(options.context, options.prefill, options.step)
     frame = KVQuantConfig(residual_length=options.residual, sink_length=options.sinks)
     candidates = load_candidates(options.candidates) if options.candidates else default_candidates()
+    if options.windows < 1:
+        raise ValueError(f"`--windows` must be an integer >= 1, got {options.windows}.")
     if options.held_out < 0:
         raise ValueError(f"`--held-out` must be an integer >= 0, got {options.held_out}.")
     name = model_name(resolve_model(options.model))

@@ -1,5 +1,6 @@
 """Which candidate each layer and side gets, as a knapsack."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import product
@@ -136,8 +137,8 @@ class Problem:
         corrected = "" if factors == Factors() else ", its prediction corrected by a measured run"
         how = f"the least predicted error{corrected}" if self.budget.is_error else "the smallest size"
         return (
-            f"`{name}` must be at least {amount(name, least)}, {how} that these candidates can reach; got "
-            f"{amount(name, self.budget.limits[name])}."
+            f"`{name}` must be at least {amount(name, _rounded_up(least))}, {how} that these candidates can reach; "
+            f"got {amount(name, self.budget.limits[name])}."
         )
 
     def uniform(self, factors: Factors) -> dict[int, Pair] | None:
@@ -167,3 +168,11 @@ class Problem:
         return allocation_config(
             self.frame, {index: (spec, EXACT) if place == 0 else (EXACT, spec) for index, spec in specs.items()}
         )
+
+
+def _rounded_up(value: float) -> float:
+    """The next number of four digits, so that the best that is named is a budget that can be met; integers as is."""
+    if value >= 1000 or value <= 0:
+        return value
+    digits = 10.0 ** (3 - math.floor(math.log10(value)))
+    return math.ceil(round(value * digits, 6)) / digits

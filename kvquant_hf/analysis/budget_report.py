@@ -185,7 +185,8 @@ def _markdown(found: Calibration, source: Source, environment: Mapping[str, Any]
         "The error of an allocation is predicted as the sum of the errors of its layers and sides alone"
         + (", here their mean over layers. " if budget.kind == "attention" else ". ")
         + f"A prediction that misses what is then measured by more than {TOLERANCE:.0%}, or an error above the "
-        "budget, gives the sums of keys and values factors that would have made it right, and the problem is solved again.",
+        "budget, gives the sums of keys and values factors that would have made it right, and the problem is solved "
+        "again.",
         "",
         *_rounds(found),
         "",

@@ -1,5 +1,6 @@
 """The exact solver against brute force."""
 
+import time
 from itertools import product
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvquant_hf.analysis import knapsack
 from kvquant_hf.analysis.knapsack import InfeasibleError, choose
 
 NUMBERS = st.one_of(st.just(0.0), st.floats(1e-6, 1.0), st.integers(1, 40).map(float))
@@ -61,6 +63,29 @@ def test_costs_of_all_sizes_are_told_apart():
     assert choose(costs, loads, np.array([4.0])) == [1, 1]
     assert choose(costs, loads, np.array([5.0])) == [1, 2]
     assert choose(costs, loads, np.array([2.0])) == [0, 0]
+
+
+def test_a_limit_that_the_solver_overlooks_is_kept(monkeypatch):
+    real, seen = knapsack._solve, []
+
+    def careless(costs, loads, limits, least, refused):
+        seen.append([list(picks) for picks in refused])
+        return real(costs, loads, limits + 1.5 * (len(refused) < 2), least, refused)
+
+    monkeypatch.setattr(knapsack, "_solve", careless)
+    costs, loads = [np.array([2.0, 1.0])] * 2, [np.array([[1.0], [2.0]])] * 2
+    picks = choose(costs, loads, np.array([2.5]))
+    assert picks == [0, 0] and len(seen) == 3 and len(seen[2]) == 2 and seen[2][0] != seen[2][1]
+
+
+def test_thirty_layers_are_solved_soon():
+    generator = np.random.default_rng(0)
+    costs = [generator.random(32) for _ in range(30)]
+    loads = [generator.integers(20, 200, size=(32, 1)).astype(float) for _ in range(30)]
+    start = time.perf_counter()
+    picks = choose(costs, loads, np.array([30 * 80.0]))
+    assert time.perf_counter() - start < 20  # usually a tenth of a second
+    assert sum(part[pick, 0] for part, pick in zip(loads, picks, strict=True)) <= 30 * 80
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,16 @@ def test_an_interrupted_run_goes_on(tmp_path):
     assert store.get("coarse", windows(4)[0]) is not None
 
 
+def test_exceptions_by_layer_are_told_apart_by_their_order(tmp_path):
+    # A range and a number cannot be sorted, and later entries win.
+    eight, two = {"key": {"nbits": 8}}, {"key": {"nbits": 2}}
+    one = {"layers": {"0-1": eight, 1: two}}
+    window, score = windows()[0], ChunkScore((1.0,), (0.5,), (1,), (1,))
+    FileStore(tmp_path / "store", {}, {"one": one}).put("one", window, score)
+    store = FileStore(tmp_path / "store", {}, {"one": one, "other": {"layers": {1: two, "0-1": eight}}})
+    assert store.get("one", window) == score and store.get("other", window) is None
+
+
 def test_first_divergence_is_that_of_generate():
     model = tiny_model("llama")
     found = []
