@@ -22,7 +22,8 @@ from transformers.utils import logging
 
 from kvquant_hf import KVQuantConfig
 from kvquant_hf.analysis import Budget, Device, Meter, calibrate, default_candidates, load_candidates
-from kvquant_hf.analysis.budget_report import PRESET, Source, write_budget_report
+from kvquant_hf.analysis.budget_markdown import PRESET, Source
+from kvquant_hf.analysis.budget_report import write_budget_report
 from kvquant_hf.analysis.run import load_inputs, open_store, text_facts
 from kvquant_hf.eval import Protocol
 from kvquant_hf.eval.models import model_name, resolve_model

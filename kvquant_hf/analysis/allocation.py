@@ -83,9 +83,8 @@ class Problem:
         return {"kl": factors.key * key + factors.value * value}
 
     def predicted_size(self, pairs: Mapping[int, Pair]) -> dict[str, float]:
-        """`bits`, and `bytes` where the budget is about them."""
-        size: dict[str, float] = {"bits": self.sizes.bits_per_value(pairs)}
-        return size | ({"bytes": self.sizes.memory_bytes(pairs)} if self.budget.kind == "bytes" else {})
+        """`bits`, and `bytes` at the length that `sizes` is about."""
+        return {"bits": self.sizes.bits_per_value(pairs), "bytes": float(self.sizes.memory_bytes(pairs))}
 
     def solve(self, factors: Factors) -> dict[int, Pair]:
         """The best allocation: candidates of keys and values by layer.

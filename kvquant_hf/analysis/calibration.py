@@ -158,7 +158,7 @@ def _rounds(meter: Meter, problem: Problem, most_rounds: int) -> tuple[list[Roun
         if rounds[-1].miss <= TOLERANCE and rounds[-1].is_met:
             return rounds, f"the prediction is within {TOLERANCE:.0%} of the measured error"
         if len(rounds) == most_rounds:
-            return rounds, f"{most_rounds} rounds are the most that were allowed"
+            return rounds, f"no more rounds than {most_rounds} were allowed"
         factors = _corrected(problem, rounds[-1])
 
 
@@ -173,9 +173,10 @@ def _measured(meter: Meter, problem: Problem, pairs: Mapping[int, Pair], factors
         errors = {"kl": max(0.0, scores[whole].kl)}
         key, value = (max(0.0, scores[f"its {side}s alone"].kl) for side in SIDES)
         sides = (key, value)
-    sizes = {"bits": problem.sizes.measured_bits(config)}
-    if problem.budget.kind == "bytes":
-        sizes["bytes"] = float(problem.sizes.measured_bytes(config))
+    sizes = {
+        "bits": problem.sizes.measured_bits(config),
+        "bytes": float(problem.sizes.measured_bytes(config)),
+    }
     found = errors | sizes
     is_met = all(found[name] <= limit * (1 + 1e-9) for name, limit in problem.budget.limits.items())
     return Round(

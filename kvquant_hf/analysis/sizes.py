@@ -45,6 +45,7 @@ class SizeTable:
 
     Attributes:
         layers: Indices of the layers.
+        shapes: `(num_kv_heads, key_dim, value_dim)` by layer.
         values: Key and value elements of one token, by layer.
         others: Bytes of the layers that are not quantized, after that sequence. States of linear attention, which do
             not grow, are not counted.
@@ -55,21 +56,21 @@ class SizeTable:
     ) -> None:
         self._model = model
         self._frame = frame
-        self._shapes = model_shapes(model)
+        self._shapes = model_shapes(model)  # of all layers
         self.context_length = context_length
         self.layers = quantized_layers(model)
-        shapes = {index: self._shape(index) for index in self.layers}
-        self.values = {index: heads * (key_dim + value_dim) for index, (heads, key_dim, value_dim) in shapes.items()}
+        self.shapes = {index: self._shape(index) for index in self.layers}
+        self.values = {index: heads * (key + value) for index, (heads, key, value) in self.shapes.items()}
         rotations = find_rotations(model)
         known: dict[tuple[Shape, bool], dict[Pair, PairSize]] = {}
         self._sizes: dict[int, dict[Pair, PairSize]] = {}
         for index in self.layers:
             rotation = rotations[index].rotation
-            kind = (shapes[index], rotation is None)
+            kind = (self.shapes[index], rotation is None)
             if kind not in known:
                 known[kind] = {
                     (key, value): _pair_size(
-                        frame.replace(key=key_spec, value=value_spec), rotation, shapes[index], context_length
+                        frame.replace(key=key_spec, value=value_spec), rotation, self.shapes[index], context_length
                     )
                     for key, key_spec in candidates.key.items()
                     for value, value_spec in candidates.value.items()
@@ -113,7 +114,7 @@ class SizeTable:
             if not layer.config.is_quantized:
                 bits += 8 * BITS_DTYPE.itemsize * self.values[index]
                 continue
-            _feed(layer, self._shape(index), tokens)
+            _feed(layer, self.shapes[index], tokens)
             bits += 8 * _block_bytes(layer) / layer.quantized_length
         return bits / sum(self.values.values())
 

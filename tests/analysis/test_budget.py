@@ -194,7 +194,7 @@ def test_a_missed_prediction_is_corrected_and_solved_again(llama, make_meter):
 def test_rounds_are_bounded_and_a_missed_budget_is_told(llama, make_meter):
     found = calibrate(bent_meter(make_meter, llama), Budget(kl=0.2), FEW, most_rounds=1)
     assert len(found.rounds) == 1 and not found.answer.is_met
-    assert found.outcome == "1 rounds are the most that were allowed"
+    assert found.outcome == "no more rounds than 1 were allowed"
     with pytest.raises(ValueError, match="`most_rounds` must be an integer >= 1, got 0"):
         calibrate(make_meter(llama), Budget(kl=0.2), FEW, most_rounds=0)
 
