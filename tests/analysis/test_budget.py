@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -82,7 +83,9 @@ def test_every_kind_of_budget_is_met(budget, llama, make_meter):
     # The settings that were found are those that were measured, and a cache takes them.
     QuantCache(llama, found.config)
     assert found.scores["allocation"].kl > 0 and found.held_out["allocation"].kl > 0
-    if budget.kind in ("kl", "bits", "bytes"):
+    if budget.kind == "attention":  # each layer is looked at on exact inputs, alone or not
+        assert found.rounds[0].miss < 0.05
+    else:
         assert found.scores["allocation"].kl == pytest.approx(answer.measured["kl"])
     # No pair shared by all layers is better by the same prediction.
     if found.uniform is not None:
@@ -131,6 +134,37 @@ def test_a_size_out_of_reach_is_refused_before_anything_is_measured(llama, make_
     monkeypatch.setattr(Meter, "sensitivities", None)
     with pytest.raises(ValueError, match="`bits` must be at least"):
         calibrate(make_meter(llama), Budget(bits=2.0), FEW)
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        Budget(kl=0.05),
+        Budget(key_kl=0.05, value_error=0.2),
+        Budget(bits=4.5),
+        Budget(bytes=36_000, context_length=200),
+    ],
+    ids=lambda budget: budget.kind,
+)
+def test_no_allocation_is_better_by_the_prediction(budget, llama, make_meter):
+    sensitivities = make_meter(llama).sensitivities(FEW, of_attention=budget.kind == "attention")
+    problem = Problem(budget, FEW, SizeTable(llama, FRAME, FEW, 200), sensitivities, FRAME)
+    factors = Factors(0.5, 1.5)
+    found = problem.solve(factors)
+
+    def rank(pairs):
+        """Size, then error, of an error budget; error alone of a size. `None` outside the budget."""
+        errors, size = problem.predicted(pairs, factors), problem.predicted_size(pairs)
+        if any({**errors, **size}[name] > limit for name, limit in budget.limits.items()):
+            return None
+        if not budget.is_error:
+            return (errors["kl"],)
+        return round(size["bits"], 9), sum(errors[name] / limit for name, limit in budget.limits.items())
+
+    options = list(product(FEW.key, FEW.value))
+    ranks = [rank(dict(enumerate(pairs))) for pairs in product(options, repeat=3)]
+    assert rank(found) == pytest.approx(min(one for one in ranks if one is not None), rel=1e-9)
+    assert None in ranks
 
 
 def test_only_full_attention_layers_get_settings(gemma, make_meter):
