@@ -130,6 +130,7 @@ def _results(found: Calibration) -> list[str]:
             cells += [_kl(score) if is_held_out else f"{score['kl']:.4g}", f"{score['top1']:.3f}"]
             cells += [] if is_held_out else [f"{score['ratio']:.4f}"]
         label = name if name == ALLOCATION else f"{name}: `{'` and `'.join(next(iter(row.pairs.values())))}`"
+        label += "" if row.is_met else " (misses the budget)"
         lines.append("| " + " | ".join([label, *cells]) + " |")
     if found.uniform is None:
         lines += ["", "No pair of candidates meets the budget by its prediction if all layers get the same."]

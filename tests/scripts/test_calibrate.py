@@ -136,7 +136,8 @@ def test_a_missed_budget_is_written_and_told(
     monkeypatch.setattr(calibration, "_measured", measured)
     assert script.main([*command, "--kl", "1.0"]) == 1
     assert "no solution meets the budget" in capsys.readouterr().err
-    assert "**missed**" in (tmp_path / "out" / "report.md").read_text()
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "**missed**" in text and "| allocation (misses the budget) |" in text
     assert "(MISSED)" in yaml.safe_load((tmp_path / "out" / "preset.yaml").read_text())["description"]
 
 
