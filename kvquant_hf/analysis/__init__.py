@@ -1,9 +1,13 @@
-"""Where quantization error enters attention, on real activations, and ablations that test published findings."""
+"""Where quantization error enters attention, ablations that test published findings, and budgets of error or size."""
 
 from kvquant_hf.analysis.ablation import Ablation, load_ablation
 from kvquant_hf.analysis.attention_error import FACTS_NAME, analyze_window
+from kvquant_hf.analysis.budget import Budget
+from kvquant_hf.analysis.calibration import Calibration, calibrate
+from kvquant_hf.analysis.candidates import Candidates, default_candidates, load_candidates
 from kvquant_hf.analysis.claims import Claim, Verdict, judge, verdict_lines
 from kvquant_hf.analysis.measures import ERRORS, FACTS, HeadSums, Measure
+from kvquant_hf.analysis.meter import Meter
 from kvquant_hf.analysis.run import Device, Measured, measure
 from kvquant_hf.capture import LayerActivations, capture
 
@@ -12,17 +16,24 @@ __all__ = [
     "FACTS",
     "FACTS_NAME",
     "Ablation",
+    "Budget",
+    "Calibration",
+    "Candidates",
     "Claim",
     "Device",
     "HeadSums",
     "LayerActivations",
     "Measure",
     "Measured",
+    "Meter",
     "Verdict",
     "analyze_window",
+    "calibrate",
     "capture",
+    "default_candidates",
     "judge",
     "load_ablation",
+    "load_candidates",
     "measure",
     "verdict_lines",
 ]

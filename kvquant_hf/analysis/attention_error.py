@@ -58,6 +58,9 @@ def analyze_window(
         raise ValueError(f"`settings` must not use the name {FACTS_NAME!r}.")
     rotations = find_rotations(model)
     makers = {name: _layers_of(model, config) for name, config in settings.items()}
+    for layers in makers.values():
+        if not any(layer.config.is_quantized for layer in layers.values()):
+            check_codes_are_read(next(iter(layers.values())).config, protocol)
     wanted = next(iter(makers.values())) if makers else _layers_of(model, KVQuantConfig())
     found: dict[str, dict[int, dict[str, HeadPair]]] = {name: {} for name in (*settings, FACTS_NAME)}
 
@@ -100,6 +103,24 @@ def code_ends(config: KVQuantConfig, protocol: Protocol, queries: int) -> torch.
     return config.sink_length + waiting // config.block_length * config.block_length
 
 
+def check_codes_are_read(config: KVQuantConfig, protocol: Protocol) -> None:
+    """Raise unless the last query of a window reads a token from codes.
+
+    Args:
+        config: Settings of a layer.
+        protocol: How the cache is fed.
+
+    Raises:
+        ValueError: Nothing is quantized, or windows and sinks cover everything.
+    """
+    if not config.is_quantized or int(code_ends(config, protocol, 1)) <= config.sink_length:
+        raise ValueError(
+            f"No token of a window of {protocol.context} would be read from codes with sink_length="
+            f"{config.sink_length}, residual_length={config.residual_length} and nbits {config.key.nbits} and "
+            f"{config.value.nbits}: take longer windows or other settings."
+        )
+
+
 def stored(layer: QuantLayer, key: torch.Tensor, value: torch.Tensor) -> Pair:
     """Keys and values after a round trip through a cache layer, as many blocks of them as there are.
 
@@ -126,16 +147,12 @@ def layer_errors(layer: LayerActivations, settings: QuantLayer, protocol: Protoc
         protocol: How a cache would be fed.
 
     Raises:
-        ValueError: No token would be read from codes.
+        ValueError: The layer is quantized and no token would be read from codes.
     """
     ends = code_ends(settings.config, protocol, layer.query.shape[2])
     last, first = int(ends.max()), settings.config.sink_length
-    if last <= first or not settings.config.is_quantized:
-        raise ValueError(
-            f"No token of a window of {protocol.context} would be read from codes with sink_length="
-            f"{settings.config.sink_length}, residual_length={settings.config.residual_length} and nbits "
-            f"{settings.config.key.nbits} and {settings.config.value.nbits}: take longer windows or other settings."
-        )
+    if settings.config.is_quantized:
+        check_codes_are_read(settings.config, protocol)
     key, value = stored(settings, layer.key, layer.value)
     slots = torch.arange(layer.key.shape[2])
     is_code = ((slots >= first) & (slots < ends[:, None])).to(layer.key.device)  # [N, T]

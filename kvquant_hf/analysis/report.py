@@ -49,7 +49,11 @@ def write_report(ablation: Ablation, measured: Sequence[Measured], output: Path,
         save(curves(lines, layers, "layer", "mean over heads", log=True), output / f"layers-{model.model}")
         heads = {name: total.values("output_error") for name, total in totals.items()}
         save(head_maps(heads, "relative error of the attention output"), output / f"heads-{model.model}")
-    facts = {"ablation": ablation.to_dict(), "text": text_facts(ablation), "device": asdict(device)}
+    facts = {
+        "ablation": ablation.to_dict(),
+        "text": text_facts(ablation.text, ablation.start, ablation.windows),
+        "device": asdict(device),
+    }
     environment = run_environment(device.device)
     report = {"environment": environment, **facts, "models": [_model_json(ablation, model) for model in measured]}
     write_json(output / "report.json", report)

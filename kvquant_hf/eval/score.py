@@ -6,9 +6,9 @@ history as the cache gives it back. The same is done with `DynamicCache`, the re
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Protocol as TypingProtocol
 
 import torch
@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvquant_hf._compat import cache_kwargs
+from kvquant_hf.eval.shared_prefill import RecordingCache
 
 CacheFactory = Callable[[], Cache]
 REFERENCE = "DynamicCache"
@@ -159,7 +160,7 @@ def chunk_score(scores: torch.Tensor, protocol: Protocol) -> ChunkScore:
 
 
 def predictions(
-    model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache, protocol: Protocol
+    model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache, protocol: Protocol, skip_prefill: bool = False
 ) -> Iterator[torch.Tensor]:
     """Feed a window through `cache` and yield the predictions of its scored tokens, one tensor a piece.
 
@@ -168,11 +169,12 @@ def predictions(
         input_ids: `[context]`, integer, on the model's device.
         cache: Empty cache; holds the whole window afterwards.
         protocol: How the window is cut.
+        skip_prefill: The cache holds the prefill already; its prediction, the first, is left out.
 
     Yields:
         Log-probabilities `[n, vocabulary]`, float32; the `n` of all pieces add up to `protocol.scored`.
     """
-    for first, end in protocol.pieces():
+    for first, end in protocol.pieces()[skip_prefill:]:
         # The last position of the prefill predicts the first scored token; the last token of all predicts none.
         keep = {"logits_to_keep": 1} if first == 0 else {}
         with torch.no_grad():
@@ -191,6 +193,7 @@ def score_windows(
     protocol: Protocol,
     progress: Callable[[str, int], object] | None = None,
     store: ChunkStore | None = None,
+    share_prefill: bool = False,
 ) -> dict[str, Score]:
     """Score cache configurations against `DynamicCache` on the same windows.
 
@@ -201,6 +204,9 @@ def score_windows(
         protocol: How windows are fed.
         progress: Called with the configuration's name and a number of scored tokens as they are scored.
         store: Gives the scores of an earlier run and keeps new ones.
+        share_prefill: Run the prefill once a window, with the reference, and fill the other caches with its keys and
+            values, see `kvquant_hf.eval.shared_prefill`. The scores are the same. A model with layers of other kinds
+            than attention runs it for each cache all the same.
 
     Returns:
         Scores by name: the reference under `"DynamicCache"`, then `caches` in their order.
@@ -212,7 +218,8 @@ def score_windows(
         raise ValueError(f"`windows` must have shape [N, {protocol.context}], N >= 1, got {list(windows.shape)}.")
     if REFERENCE in caches:
         raise ValueError(f"`caches` must not use the name {REFERENCE!r}, which is the reference's.")
-    makers: dict[str, CacheFactory] = {REFERENCE: lambda: DynamicCache(config=model.config), **caches}
+    dense = RecordingCache if share_prefill else DynamicCache
+    makers: dict[str, CacheFactory] = {REFERENCE: lambda: dense(config=model.config), **caches}
     found: dict[str, list[ChunkScore]] = {name: [] for name in makers}
     for window in windows:
         for name, score in _score_window(model, window, makers, protocol, progress, store).items():
@@ -231,6 +238,7 @@ def _score_window(
     """Scores by name, in the order of `makers`, whose first is the reference."""
     known = {name: None if store is None else store.get(name, window) for name in makers}
     reference: torch.Tensor | None = None
+    dense: Cache | None = None
     scores: dict[str, ChunkScore] = {}
     for name, make_cache in makers.items():
         score = known[name]
@@ -240,8 +248,11 @@ def _score_window(
         else:
             if reference is None:
                 # Needed by every configuration that is not known yet, also where the reference's own score is.
-                reference = torch.cat(list(predictions(model, window, makers[REFERENCE](), protocol)))
-            tested = [reference] if name == REFERENCE else predictions(model, window, make_cache(), protocol)
+                dense = makers[REFERENCE]()
+                reference = torch.cat(list(predictions(model, window, dense, protocol)))
+            tested: Iterable[torch.Tensor] = [reference]
+            if name != REFERENCE:
+                tested = _tested_predictions(model, window, make_cache(), protocol, dense, reference)
             parts, done = [], 0
             # Piece by piece: the predictions of a whole window fill hundreds of megabytes.
             for log_probs in tested:
@@ -255,3 +266,18 @@ def _score_window(
                 store.put(name, window, score)
         scores[name] = score
     return scores
+
+
+def _tested_predictions(
+    model: PreTrainedModel,
+    window: torch.Tensor,
+    cache: Cache,
+    protocol: Protocol,
+    dense: Cache | None,
+    reference: torch.Tensor,
+) -> Iterator[torch.Tensor]:
+    """`predictions` through a cache, its prefill taken from `dense` where that has recorded one."""
+    if not isinstance(dense, RecordingCache) or not dense.is_complete:
+        return predictions(model, window, cache, protocol)
+    dense.fill(cache)
+    return chain([reference[:1]], predictions(model, window, cache, protocol, skip_prefill=True))

@@ -39,7 +39,7 @@ class FileStore:
         self._path.write_bytes(whole[: whole.rfind(b"\n") + 1])
 
     def _key(self, kind: str, name: str, window: torch.Tensor) -> str:
-        parts = [kind, self._setting, self._configurations.get(name, name), window.tolist()]
+        parts = [kind, self._setting, _in_order(self._configurations.get(name, name)), window.tolist()]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
     def _append(self, key: str, value: Any) -> None:
@@ -73,3 +73,10 @@ class FileStore:
     def put_divergence(self, name: str, window: torch.Tensor, tokens: int, first: int) -> None:
         """Keep it."""
         self.put_item(f"divergence {tokens}", name, window, first)
+
+
+def _in_order(configuration: Any) -> Any:
+    """Several exceptions by layer as a list: later ones win, and their selectors are numbers and texts."""
+    if not isinstance(configuration, Mapping) or len(configuration.get("layers") or ()) < 2:
+        return configuration
+    return {**configuration, "layers": list(configuration["layers"].items())}

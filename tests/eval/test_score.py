@@ -65,6 +65,23 @@ def test_scores_follow_their_definitions():
     assert scores["DynamicCache"].kl == 0 and scores["DynamicCache"].top1 == 1
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_a_shared_prefill_gives_the_same_scores(family, monkeypatch):
+    model = tiny_model(family)
+    protocol = Protocol(61, 24, 15)
+    coarse = KVQuantConfig.from_preset("k2v2").replace(residual_length=0, sink_length=0)
+    make = {"coarse": lambda: QuantCache(model, coarse), "dense": lambda: DynamicCache(config=model.config)}
+    plain = score_windows(model, windows(), make, protocol)
+    fed = []
+    real = type(model).forward
+    monkeypatch.setattr(
+        type(model), "forward", lambda self, **given: fed.append(given["input_ids"].shape[1]) or real(self, **given)
+    )
+    assert score_windows(model, windows(), make, protocol, share_prefill=True) == plain
+    assert fed.count(24) == 2 and fed.count(15) == 2 * 3 * 2  # one prefill a window, all steps for every cache
+    assert plain["coarse"].kl > 0.001
+
+
 def test_progress_counts_every_scored_token():
     model = tiny_model("llama")
     seen: dict[str, int] = {}
@@ -171,6 +188,16 @@ def test_an_interrupted_run_goes_on(tmp_path):
     for other in (FileStore(path, {"model": 2}, configs), FileStore(path, {"model": 1}, {"coarse": {"nbits": 9}})):
         assert other.get("coarse", windows(4)[0]) is None
     assert store.get("coarse", windows(4)[0]) is not None
+
+
+def test_exceptions_by_layer_are_told_apart_by_their_order(tmp_path):
+    # A range and a number cannot be sorted, and later entries win.
+    eight, two = {"key": {"nbits": 8}}, {"key": {"nbits": 2}}
+    one = {"layers": {"0-1": eight, 1: two}}
+    window, score = windows()[0], ChunkScore((1.0,), (0.5,), (1,), (1,))
+    FileStore(tmp_path / "store", {}, {"one": one}).put("one", window, score)
+    store = FileStore(tmp_path / "store", {}, {"one": one, "other": {"layers": {1: two, "0-1": eight}}})
+    assert store.get("one", window) == score and store.get("other", window) is None
 
 
 def test_first_divergence_is_that_of_generate():
