@@ -90,6 +90,7 @@ class QuantLayer(CacheLayerMixin):
                     f"{heads} of size {head_dim} (of a tensor parallel model they cannot be used yet)."
                 )
             feedback = feedback.to(key_states.device)
+        partners = None if self.rotation is None else self.rotation.partners()
         length = self.config.block_length
         layouts = ops.block_layouts(
             self.config.backend,
@@ -100,7 +101,7 @@ class QuantLayer(CacheLayerMixin):
             key_states.device,
         )
         self._stores = (
-            BlockStore(self.config.key, length, key_states.shape[3], key_states.dtype, layouts[0], feedback),
+            BlockStore(self.config.key, length, key_states.shape[3], key_states.dtype, layouts[0], feedback, partners),
             BlockStore(self.config.value, length, value_states.shape[3], value_states.dtype, layouts[1]),
         )
         if self.rotation is not None:

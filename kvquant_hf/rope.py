@@ -118,6 +118,17 @@ class KeyRotation:
         cos_b, sin_b = self.tables(torch.arange(block_length, device=device))
         return cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b
 
+    def partners(self) -> torch.Tensor:
+        """The channel that each channel is rotated with, itself if it is not rotated: `[head_dim]`, int64."""
+        partners = torch.arange(self.head_dim)
+        rotated = partners[self.offset : self.offset + self.rotary_dim].clone()
+        if self.pairing == "half":
+            swapped = rotated.roll(self.rotary_dim // 2)
+        else:
+            swapped = rotated.unflatten(0, (-1, 2)).flip(-1).flatten()
+        partners[self.offset : self.offset + self.rotary_dim] = swapped
+        return partners
+
     def apply(
         self, key_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, inverse: bool = False
     ) -> torch.Tensor:

@@ -10,6 +10,9 @@ GRANULARITIES = ("per_channel", "per_token")
 ROPE_ORDERS = ("pre", "post")
 ROTATIONS = ("none", "hadamard")
 CLIPS = ("minmax", "mse")
+PROMOTED_SHARES = (0.0, 0.125, 0.25, 0.5)
+# Bits that a promoted channel has more than the others.
+EXTRA_BITS = 2
 METHODS = ("affine", "variance_normalized")
 # Methods that treat a block as a tile of tokens and channels, and store a factor along its rows.
 _TILE_METHODS = ("variance_normalized",)
@@ -36,6 +39,8 @@ class QuantSpec:
             values in the Hadamard basis, whose mean is zero.
         clip: Range of a group: its minimum and maximum (`minmax`), or the shrunken range of least squared error
             (`mse`).
+        promoted: Share of the channels of a block that get two more bits, those of widest range (Kitty, arXiv
+            2511.18643). For affine, asymmetric codes per channel of 2 to 4 bits.
     """
 
     nbits: int = 4
@@ -46,6 +51,7 @@ class QuantSpec:
     method: str = "affine"
     symmetric: bool = False
     clip: str = "minmax"
+    promoted: float = 0.0
 
     def __post_init__(self) -> None:
         check_choice("nbits", self.nbits, NBITS)
@@ -56,6 +62,24 @@ class QuantSpec:
         check_choice("method", self.method, METHODS)
         check_choice("symmetric", self.symmetric, (False, True))
         check_choice("clip", self.clip, CLIPS)
+        if self.promoted == 0 and not isinstance(self.promoted, bool):
+            object.__setattr__(self, "promoted", 0.0)  # YAML reads 0 as an integer
+        check_choice("promoted", self.promoted, PROMOTED_SHARES)
+        if self.promoted:
+            self._check_promotion()
+
+    def _check_promotion(self) -> None:
+        allowed = {"granularity": ("per_channel",), "method": ("affine",), "symmetric": (False,), "nbits": (2, 3, 4)}
+        for name, choices in allowed.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"`promoted` must be 0 unless `{name}` is one of {choices}, got promoted={self.promoted} and "
+                    f"{name}={getattr(self, name)!r}."
+                )
+
+    def num_promoted(self, head_dim: int) -> int:
+        """Channels of a head that get more bits: an even number, at least two if any."""
+        return 2 * max(1, int(self.promoted * head_dim / 2)) if self.promoted else 0
 
     @property
     def is_quantized(self) -> bool:
@@ -72,8 +96,12 @@ class QuantSpec:
         """Whether blocks have a factor besides scales and zero points (`QuantizedGroups.factor`)."""
         return self.is_quantized and self.method in _TILE_METHODS
 
+    def code_bits(self, head_dim: int) -> float:
+        """Bits per value of the codes, mean over channels."""
+        return self.nbits + EXTRA_BITS * self.num_promoted(head_dim) / head_dim
+
     def metadata_bits(self, head_dim: int, block_length: int | None = None) -> float:
-        """Bits per value spent on 16-bit scales, zero points and factors.
+        """Bits per value spent on 16-bit scales, zero points and factors, and on the numbers of promoted channels.
 
         Args:
             head_dim: Size of a key or value.
@@ -83,7 +111,8 @@ class QuantSpec:
             return 0.0
         words = 1 if self.symmetric else 2
         if self.granularity == "per_channel":
-            return 16.0 * words / self.group_size + 16.0 * self.has_factor / head_dim
+            numbers = 8.0 * self.num_promoted(head_dim) / head_dim / (block_length or self.token_group)
+            return 16.0 * words / self.group_size + 16.0 * self.has_factor / head_dim + numbers
         factor = 16.0 * self.has_factor / (block_length or self.token_group)
         return 16.0 * words * -(-head_dim // self.group_size) / head_dim + factor
 
@@ -91,6 +120,7 @@ class QuantSpec:
         if not self.is_quantized:
             return "16-bit, as is"
         parts = [f"{self.nbits}-bit {self.granularity}", f"group {self.group_size}"]
+        parts += [f"{self.promoted:.1%} of channels {self.nbits + EXTRA_BITS}-bit"] * bool(self.promoted)
         parts += [self.method] * (self.method != "affine")
         parts += ["symmetric"] * self.symmetric
         parts += [f"clip {self.clip}"] * (self.clip != "minmax")

@@ -7,15 +7,15 @@ import torch
 
 from kvquant_hf.buffers import GROWTH_SHARE, TensorMap, with_capacity
 from kvquant_hf.packing import PlanarLayout
-from kvquant_hf.quantizers import QUANTIZERS, QuantizedGroups, Quantizer
+from kvquant_hf.quantizers import QuantizedGroups, Quantizer, quantizer_of
 from kvquant_hf.rotation import hadamard
-from kvquant_hf.spec import QuantSpec
+from kvquant_hf.spec import EXTRA_BITS, QuantSpec
 
 # The tensors that blocks consist of; which of them there are depends on the layout and the settings.
-_PARTS = ("codes", "scale", "zero_point", "metadata", "factor")
+_PARTS = ("codes", "scale", "zero_point", "metadata", "factor", "extra", "promoted")
 
 # Those of the common layout, which files hold.
-STATE_PARTS = ("codes", "scale", "zero_point", "factor")
+STATE_PARTS = ("codes", "scale", "zero_point", "factor", "extra", "promoted")
 
 _BLOCK_CHUNK = 4
 
@@ -24,7 +24,8 @@ class EncodedBlocks:
     """Packed blocks on their way into a `BlockStore`.
 
     `codes`, with `scale` and `zero_point` where there are any, or with `metadata` in a layout that keeps both in one;
-    `factor` where the method has one.
+    `factor` where the method has one; `extra` and `promoted`, the low bits and the numbers of promoted channels, where
+    there are any.
     """
 
     __slots__ = _PARTS
@@ -36,9 +37,11 @@ class EncodedBlocks:
         zero_point: torch.Tensor | None,
         metadata: torch.Tensor | None = None,
         factor: torch.Tensor | None = None,
+        extra: torch.Tensor | None = None,
+        promoted: torch.Tensor | None = None,
     ) -> None:
         self.codes, self.scale, self.zero_point, self.metadata = codes, scale, zero_point, metadata
-        self.factor = factor
+        self.factor, self.extra, self.promoted = factor, extra, promoted
 
 
 class BlockLayout(Protocol):
@@ -59,8 +62,9 @@ class BlockStore:
 
     Per-channel codes are stored `[B, H, N, D, bytes]` with the tokens of a channel side by side, per-token codes
     `[B, H, N, L, bytes]` with the channels of a token side by side; scales and zero points `[…, groups]` likewise,
-    factors `[B, H, N, L]` (per-channel codes) or `[B, H, N, D]` (per-token codes). Unquantized blocks (16 bits) are
-    `[B, H, N, L, D]` in the model's dtype.
+    factors `[B, H, N, L]` (per-channel codes) or `[B, H, N, D]` (per-token codes). Of promoted channels the low two
+    bits lie apart, `[B, H, N, P, L / 4]`, beside the channels' numbers `[B, H, N, P]`. Unquantized blocks (16 bits)
+    are `[B, H, N, L, D]` in the model's dtype.
 
     Args:
         spec: How the tensor is stored.
@@ -71,6 +75,7 @@ class BlockStore:
             cannot take turn the whole store to the latter, for good.
         feedback: `[H, D, D]`: how errors of channels are made good in others (`QueryMoments.feedback`), `None` to
             round every number for itself. For per-channel codes.
+        partners: `[D]`: channels that are promoted together, see `PromotedQuantizer`.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class BlockStore:
         dtype: torch.dtype,
         own_layout: BlockLayout | None = None,
         feedback: torch.Tensor | None = None,
+        partners: torch.Tensor | None = None,
     ) -> None:
         self.spec = spec
         self.feedback = feedback if spec.is_quantized else None
@@ -95,11 +101,14 @@ class BlockStore:
         self.memo: dict[str, Any] = {}
         self.metadata: torch.Tensor | None = None
         self.factor: torch.Tensor | None = None
+        self.extra: torch.Tensor | None = None
+        self.promoted: torch.Tensor | None = None
         self.own_layout = own_layout if spec.is_quantized else None
         self._left: BlockLayout | None = None
-        self._quantizer: Quantizer | None = QUANTIZERS[spec.method](spec) if spec.is_quantized else None
+        self._quantizer: Quantizer | None = quantizer_of(spec, partners) if spec.is_quantized else None
         row_length = block_length if spec.granularity == "per_channel" else head_dim
         self.layout = PlanarLayout(spec.nbits, row_length) if spec.is_quantized else None
+        self._extra_layout = PlanarLayout(EXTRA_BITS, row_length)
 
     # ---- writing -----------------------------------------------------------------------------------------------
 
@@ -126,7 +135,14 @@ class BlockStore:
 
     def _planar(self, groups: QuantizedGroups) -> EncodedBlocks:
         assert self.layout is not None
-        return EncodedBlocks(self.layout.pack(groups.codes), groups.scale, groups.zero_point, factor=groups.factor)
+        codes, extra = groups.codes, None
+        if groups.promoted is not None:
+            index = _along(groups.promoted, codes)
+            whole = codes.gather(-2, index)
+            codes = codes.scatter(-2, index, whole >> EXTRA_BITS)
+            extra = self._extra_layout.pack(whole & (2**EXTRA_BITS - 1))
+        packed, parameters = self.layout.pack(codes), (groups.scale, groups.zero_point)
+        return EncodedBlocks(packed, *parameters, None, groups.factor, extra, groups.promoted)
 
     def _rows(self, blocks: torch.Tensor) -> torch.Tensor:
         if self.spec.rotation == "hadamard":
@@ -208,7 +224,13 @@ class BlockStore:
             return replace(self.own_layout.decode(codes, self.metadata[:, :, first:last]), factor=factor)
         assert self.scale is not None
         zero_point = None if self.zero_point is None else self.zero_point[:, :, first:last]
-        return QuantizedGroups(self.layout.unpack(codes), self.scale[:, :, first:last], zero_point, factor)
+        unpacked, promoted = self.layout.unpack(codes), None
+        if self.promoted is not None and self.extra is not None:
+            promoted = self.promoted[:, :, first:last]
+            index = _along(promoted, unpacked)
+            low = self._extra_layout.unpack(self.extra[:, :, first:last])
+            unpacked = unpacked.scatter(-2, index, (unpacked.gather(-2, index) << EXTRA_BITS) | low)
+        return QuantizedGroups(unpacked, self.scale[:, :, first:last], zero_point, factor, promoted)
 
     # ---- acting on everything stored ---------------------------------------------------------------------------
 
@@ -239,7 +261,7 @@ class BlockStore:
         parts = {"codes": 0, "scales": 0, "zero_points": 0, "unused": 0}
         words = ("scales",) if self.spec.symmetric else ("scales", "zero_points")
         shares = {"codes": ("codes",), "scale": ("scales",), "zero_point": ("zero_points",), "metadata": words}
-        shares["factor"] = ("scales",)
+        shares |= {"factor": ("scales",), "promoted": ("scales",), "extra": ("codes",)}
         for name in _PARTS:
             tensor = getattr(self, name)
             if tensor is not None:
@@ -270,7 +292,12 @@ class BlockStore:
             self._set(None)
             return
         encoded = EncodedBlocks(
-            state["codes"], state.get("scale"), state.get("zero_point"), factor=state.get("factor")
+            state["codes"],
+            state.get("scale"),
+            state.get("zero_point"),
+            factor=state.get("factor"),
+            extra=state.get("extra"),
+            promoted=state.get("promoted"),
         )
         if self.own_layout is not None and self.layout is not None and encoded.scale is not None:
             codes = self.layout.unpack(encoded.codes)
@@ -286,18 +313,30 @@ class BlockStore:
         if self._quantizer is not None:
             expected |= {"scale"} if self.spec.symmetric else {"scale", "zero_point"}
             expected |= {"factor"} if self.spec.has_factor else set()
+            expected |= {"extra", "promoted"} if self.spec.promoted else set()
         if set(state) != expected:
             raise ValueError(f"stored blocks must have the tensors {sorted(expected)}, got {sorted(state)}.")
         lead = state["codes"].shape[:3]
         per_channel = self.spec.granularity == "per_channel"
         rows, row = (self.head_dim, self.block_length) if per_channel else (self.block_length, self.head_dim)
         codes = (rows, self.layout.num_bytes) if self.layout else (self.block_length, self.head_dim)
-        shapes: dict[str, tuple[int, ...]] = {"codes": codes, "factor": (row,)}
+        promoted = self.spec.num_promoted(self.head_dim)
+        shapes: dict[str, tuple[int, ...]] = {"codes": codes, "factor": (row,), "promoted": (promoted,)}
+        shapes["extra"] = (promoted, self._extra_layout.num_bytes)
         groups = (rows, -(-row // self.spec.group_size))
         for name, tensor in state.items():
             shape = tuple(lead) + shapes.get(name, groups)
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"stored `{name}` must have the shape {shape}, got {tuple(tensor.shape)}.")
+        if "promoted" in state and state["promoted"].numel():
+            channels = state["promoted"].long()
+            if int(channels.max()) >= self.head_dim or bool((channels.diff(dim=-1) <= 0).any()):
+                raise ValueError(f"stored `promoted` must be ascending channels below {self.head_dim}.")
+
+
+def _along(channels: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Numbers of rows `[..., P]` as an index `[..., P, length]` into codes `[..., rows, length]`."""
+    return channels.long()[..., None].expand(*channels.shape, codes.shape[-1])
 
 
 __all__ = ["STATE_PARTS", "BlockLayout", "BlockStore", "EncodedBlocks", "QuantizedGroups"]

@@ -22,8 +22,8 @@ class AffineQuantizer:
     grid always covers the range and a constant group comes back exactly (to float16 precision if symmetric).
     """
 
-    def __init__(self, spec: QuantSpec) -> None:
-        self.nbits = spec.nbits
+    def __init__(self, spec: QuantSpec, nbits: int | None = None) -> None:
+        self.nbits = spec.nbits if nbits is None else nbits
         self.group_size = spec.group_size
         self.symmetric = spec.symmetric
         self.clip = spec.clip
@@ -32,21 +32,44 @@ class AffineQuantizer:
         self, rows: torch.Tensor, range_rows: torch.Tensor | None = None, feedback: torch.Tensor | None = None
     ) -> QuantizedGroups:
         """Codes of rows, see `Quantizer.quantize`."""
-        groups = self._grouped(rows)
-        fitted = groups if range_rows is None else self._grouped(range_rows)
-        low, high = fitted.amin(-1), fitted.amax(-1)
+        groups = self.grouped(rows)
+        scale, zero_point = self.fit(groups if range_rows is None else self.grouped(range_rows))
+        codes = self.codes_up_to(self.levels, groups, scale, zero_point, feedback)
+        return QuantizedGroups(codes.flatten(-2)[..., : rows.shape[-1]], scale, zero_point)
+
+    def fit(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scales and zero points `[...]` of groups `[..., n]`, as they are stored."""
+        low, high = groups.amin(-1), groups.amax(-1)
         if self.symmetric:
             high = torch.maximum(high, -low)
             low = -high
         dtype = self._metadata_dtype(low, high)
         scale, zero_point = self._parameters(low, high, dtype)
         if self.clip == "mse":
-            scale, zero_point = self._clipped(fitted, low, high, scale, zero_point, dtype)
+            scale, zero_point = self._clipped(groups, low, high, scale, zero_point, dtype)
+        return scale, zero_point
+
+    def codes_up_to(
+        self,
+        most: int | torch.Tensor,
+        groups: torch.Tensor,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor | None,
+        feedback: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Codes of groups, uint8.
+
+        Args:
+            most: Largest code, of all rows or of each row `[B, H, n, rows]`.
+            groups: `[B, H, n, rows, groups, n]`, float32.
+            scale: Stored scales, without the last dimension.
+            zero_point: Likewise.
+            feedback: See `Quantizer.quantize`.
+        """
         if feedback is None:
-            codes = self._codes(groups, scale, zero_point).to(torch.uint8)
-        else:
-            codes = self._codes_with_feedback(groups, scale, zero_point, feedback)
-        return QuantizedGroups(codes.flatten(-2)[..., : rows.shape[-1]], scale, zero_point)
+            limit = most if isinstance(most, int) else most[..., None, None]
+            return self._codes(groups, scale, zero_point, limit).to(torch.uint8)
+        return self._codes_with_feedback(most, groups, scale, zero_point, feedback)
 
     def dequantize(self, groups: QuantizedGroups) -> torch.Tensor:
         """Values of codes, see `Quantizer.dequantize`."""
@@ -77,14 +100,14 @@ class AffineQuantizer:
     @property
     def _middle(self) -> float:
         """Where zero lies among symmetric codes: between the two in the middle."""
-        return self._levels / 2
+        return self.levels / 2
 
     @property
-    def _levels(self) -> int:
+    def levels(self) -> int:
         """Steps between the lowest and the highest value."""
         return int(2**self.nbits - 1)
 
-    def _grouped(self, rows: torch.Tensor) -> torch.Tensor:
+    def grouped(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., length]` to `[..., num_groups, group_size]`, a short last group filled with its last element."""
         missing = -rows.shape[-1] % self.group_size
         if missing:
@@ -98,7 +121,7 @@ class AffineQuantizer:
         the spread of the group it belongs to; widening stored float16 parameters to float32 later changes no value.
         """
         extent = torch.maximum(high, -low)
-        spread = high / self._levels - low / self._levels
+        spread = high / self.levels - low / self.levels
         too_small = (spread > 0) & (spread < _HALF_SMALL_SCALE) & (spread * 2**10 > extent)
         return torch.float32 if bool(((extent > _HALF_MAX) | too_small).any()) else torch.float16
 
@@ -110,10 +133,17 @@ class AffineQuantizer:
             return _rounded(high / self._middle, dtype, up=True), None
         zero_point = _rounded(low, dtype, up=False)
         # Divided first: the difference of two large numbers of opposite sign may not be finite.
-        scale = _rounded(high / self._levels - zero_point.float() / self._levels, dtype, up=True)
+        scale = _rounded(high / self.levels - zero_point.float() / self.levels, dtype, up=True)
         return scale, zero_point
 
-    def _codes(self, groups: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None) -> torch.Tensor:
+    def _codes(
+        self,
+        groups: torch.Tensor,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor | None,
+        most: int | torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        limit = torch.as_tensor(self.levels if most is None else most, dtype=groups.dtype, device=groups.device)
         shrink = _headroom(scale)
         step = scale.float()[..., None] * shrink
         # A step too small for its reciprocal to be finite belongs to a group that is constant for all purposes.
@@ -121,11 +151,17 @@ class AffineQuantizer:
         if shrink != 1:
             groups = groups * shrink
         if zero_point is None:
-            return (groups * inverse).add_(self._middle).round_().clamp_(0, self._levels)
-        return ((groups - zero_point.float()[..., None] * shrink) * inverse).round_().clamp_(0, self._levels)
+            return (groups * inverse).add_(self._middle).round_().clamp_(min=0).minimum(limit)
+        codes = ((groups - zero_point.float()[..., None] * shrink) * inverse).round_()
+        return codes.clamp_(min=0).minimum(limit)
 
     def _codes_with_feedback(
-        self, groups: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, feedback: torch.Tensor
+        self,
+        most: int | torch.Tensor,
+        groups: torch.Tensor,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor | None,
+        feedback: torch.Tensor,
     ) -> torch.Tensor:
         """Codes of groups `[B, H, n, rows, groups, n]`, row after row, see `Quantizer.quantize`."""
         targets, codes = groups.clone(), torch.empty_like(groups, dtype=torch.uint8)
@@ -133,7 +169,8 @@ class AffineQuantizer:
         for row in reversed(range(groups.shape[3])):
             own_scale = scale[:, :, :, row]
             own_zero = None if zero_point is None else zero_point[:, :, :, row]
-            found = self._codes(targets[:, :, :, row], own_scale, own_zero)
+            limit = most if isinstance(most, int) else most[:, :, :, row, None, None]
+            found = self._codes(targets[:, :, :, row], own_scale, own_zero, limit)
             codes[:, :, :, row] = found
             error = self._values(found, own_scale, own_zero).sub_(groups[:, :, :, row])
             # One row at a time: the order of the sums must not depend on how many blocks there are.

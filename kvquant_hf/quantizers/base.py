@@ -20,12 +20,14 @@ class QuantizedGroups:
             from the scale.
         factor: `[..., length]`, one number per element of a row, the same for all rows of a block: per token for keys
             whose rows are channels, per channel for values whose rows are tokens. `None`: 1.
+        promoted: `[..., P]`, uint8, ascending: rows whose codes have two more bits, below `2 ** (nbits + 2)`.
     """
 
     codes: torch.Tensor
     scale: torch.Tensor
     zero_point: torch.Tensor | None
     factor: torch.Tensor | None = None
+    promoted: torch.Tensor | None = None
 
 
 class Quantizer(Protocol):

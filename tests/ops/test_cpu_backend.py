@@ -18,7 +18,7 @@ from tests.ops.test_decode_attention import check, filled_layer
 ROOT = Path(__file__).parents[2]
 QUERY = torch.randn(2, 4, 1, 32)
 SIZES = {"KB": 4, "VB": 4, "D": 32, "DV": 32, "L": 32, "GK": 32, "GV": 32, "R": 2}
-VARIANT = tuple((SIZES | dict.fromkeys(("ROPE", "RO", "RW", "KH", "VH", "KF", "VF", "KIND"), 0)).items())
+VARIANT = tuple((SIZES | dict.fromkeys(("ROPE", "RO", "RW", "KH", "VH", "KF", "VF", "KP", "KIND"), 0)).items())
 
 
 @pytest.fixture
@@ -170,10 +170,11 @@ SMALLER_MACHINES = {
         {"key": {"nbits": 2}, "value": {"nbits": 3, "rotation": "hadamard"}, "dtype": torch.bfloat16},
         {"key": {"nbits": 3, "symmetric": True}, "value": {"nbits": 8, "group_size": 16}, "head_dim": 48},
         {"key": {"nbits": 8, "symmetric": True}, "value": {"nbits": 2, "group_size": 64, "symmetric": True}},
+        {"key": {"nbits": 2, "promoted": 0.25}, "value": {"nbits": 4}},
         {"key": {"nbits": 16}, "value": {"nbits": 2, "group_size": 64}, "head_dim": 96, "dtype": torch.float16},
         {"key": {"nbits": 4} | VARN, "value": {"nbits": 2} | VARN, "uneven": True},
     ],
-    ids=["k4v4", "k2v3", "k3v8", "symmetric", "k16v2", "factors"],
+    ids=["k4v4", "k2v3", "k3v8", "symmetric", "promoted", "k16v2", "factors"],
 )
 def test_code_for_smaller_machines_is_right(flags, settings, monkeypatch):
     """What a processor without the newest instructions would run, as far as this one can run it."""

@@ -232,6 +232,41 @@ def test_factors_of_tokens_and_channels(name, rotary):
     check(layer, 2, 3, torch.rand(2, 1, 3, 309) > 0.3)
 
 
+PROMOTED = {
+    "k2": {"key": {"nbits": 2, "promoted": 0.25}},
+    "k3-half": {"key": {"nbits": 3, "promoted": 0.5, "group_size": 64}, "value": {"nbits": 2}, "head_dim": 64},
+    "k4-eighth": {"key": {"nbits": 4, "promoted": 0.125, "group_size": 16}, "head_dim": 80, "dtype": torch.bfloat16},
+    "short-groups": {
+        "key": {"nbits": 2, "promoted": 0.25, "group_size": 16},
+        "value": {"method": "variance_normalized"},
+    },
+    "k2v16": {"key": {"nbits": 2, "promoted": 0.5}, "value": {"nbits": 16}, "dtype": torch.float16},
+    "hadamard-values": {"key": {"nbits": 2, "promoted": 0.25}, "value": {"nbits": 2, "rotation": "hadamard"}},
+    "torch-only": {"key": {"nbits": 2, "promoted": 0.25}, "head_dim": 24},
+}
+
+
+@pytest.mark.parametrize("rope", ["post", "half", "interleaved", "partial"])
+@pytest.mark.parametrize("name", PROMOTED)
+def test_promoted_channels(name, rope):
+    settings = dict(PROMOTED[name])
+    head_dim = settings.setdefault("head_dim", 32)
+    width = head_dim if rope != "partial" else 8
+    frequencies = 1 / 100 ** (torch.arange(width // 2) / (width // 2))
+    pairing = "interleaved" if rope == "interleaved" else "half"
+    settings["rotation"] = None if rope == "post" else KeyRotation(frequencies, head_dim, head_dim - width, pairing)
+    layer = filled_layer(309, uneven=True, **settings)
+    store = layer._block_stores()[0]
+    assert store.promoted.shape[-1] == store.spec.num_promoted(head_dim) and layer.quantized_length >= 192
+    check(layer, 6, 1, None)
+    check(layer, 2, 3, torch.rand(2, 1, 3, 309) > 0.3)
+    padded = filled_layer(140, batch_size=3, padding=[37, 2, 0], **settings)
+    mask = torch.ones(3, 1, 1, 140, dtype=torch.bool)
+    for row, count in enumerate((37, 2, 0)):
+        mask[row, ..., :count] = False
+    check(padded, 4, 1, mask)
+
+
 def test_factors_of_padded_rows():
     sides = {side: {"method": "variance_normalized", "rotation": "hadamard"} for side in ("key", "value")}
     layer = filled_layer(140, batch_size=3, padding=[37, 2, 0], uneven=True, **sides)

@@ -9,6 +9,7 @@
 //   RO RW    first rotated channel and number of rotated channels
 //   KH VH    whether keys, values are stored in the Hadamard basis
 //   KF VF    whether keys have a factor per token, values one per channel of a block
+//   KP       channels of a block of keys that have two more bits
 //   KIND     element type of exact tokens (enum Kind)
 //
 // Legend: B batch, H key/value heads, G query heads that share one, N blocks, T tokens. Rows of codes are packed as in
@@ -49,6 +50,8 @@ struct Args {
   const char *kfactor, *vfactor;   // factors [B, H, N, L] of keys and [B, H, N, DV] of values
   int64_t kfb, kfh, vfb, vfh;      // their strides of batch and head, in elements
   int64_t kfwide, vfwide;          // whether they are float32 instead of float16
+  const uint8_t *extra, *promoted; // low two bits [B, H, N, KP, L/4] and numbers [B, H, N, KP] of promoted channels
+  int64_t eb, eh, pb, ph;          // their strides of batch and head
 };
 
 struct State {
@@ -196,8 +199,11 @@ INLINE void turn_queries(const Args &a, State &st, int64_t n, float (*x)[PAIRS +
 }
 
 // `factors`: place of the first factor of block 0, with KF.
+// `extra` and `promoted`: those of block 0, with KP.
 static __attribute__((noinline)) void score_codes(const Args &a, State &st, const uint8_t *k, int64_t meta0,
-                                                  [[maybe_unused]] int64_t factors, int64_t n, int first, const Next &next) {
+                                                  [[maybe_unused]] int64_t factors, [[maybe_unused]] const uint8_t *extra,
+                                                  [[maybe_unused]] const uint8_t *promoted, int64_t n, int first,
+                                                  const Next &next) {
   constexpr int ROW = L * KB / 8;
   alignas(64) float scale[D * NGK], zero[D * NGK], x[R][PAIRS + 1], y[R][PAIRS + 1];
   for (int i = 0; i < D * NGK; i += 16) {
@@ -205,6 +211,20 @@ static __attribute__((noinline)) void score_codes(const Args &a, State &st, cons
     store(scale + i, sc);
     store(zero + i, a.kz ? meta(a.kz, meta0 + n * D * NGK + i, a.kwide) : sc * (((1 << KB) - 1) / -2.f));
   }
+#if KP
+  // A promoted code is 4 · high + low: the scale of the high part is four times that of the low one.
+  float fine[KP * NGK];
+  int16_t place[D];
+  memset(place, -1, sizeof place);
+  for (int j = 0; j < KP; j++) {
+    int d = promoted[n * KP + j];
+    place[d] = j;
+    for (int g = 0; g < NGK; g++) {
+      fine[j * NGK + g] = scale[d * NGK + g];
+      scale[d * NGK + g] *= 4;
+    }
+  }
+#endif
   if (ROPE) turn_queries(a, st, n, x, y);
   const uint8_t *block = k + n * D * ROW;
   const float(*q)[D] = KH ? st.qb : st.q;
@@ -223,6 +243,14 @@ static __attribute__((noinline)) void score_codes(const Args &a, State &st, cons
           out[i] = Values<KB>(scale[g], zero[g]).template of<UK>(p, i);
         });
       }
+#if KP
+      if (int j = place[d]; j >= 0) {
+        const uint8_t *low = extra + (n * KP + j) * (L / 4) + u * UK / 4;
+        each<WK>([&](auto i) INLINED {
+          out[i] += Values<2>(fine[j * NGK + (u * UK + 16 * i) / GK], 0.f).template of<UK>(low, i);
+        });
+      }
+#endif
     };
     auto plain = [&](int d) INLINED {
       vf k16[WK];
@@ -405,6 +433,8 @@ static void block_part(const Args &a, int b, int h, int64_t row, int64_t n0, int
   const char *k = a.kc + (b * a.kcb + h * a.kch) * KSIZE, *v = a.vc + (b * a.vcb + h * a.vch) * VSIZE;
   [[maybe_unused]] int64_t kmeta = b * a.ksb + h * a.ksh, vmeta = b * a.vsb + h * a.vsh;
   [[maybe_unused]] int64_t kfactors = KF ? b * a.kfb + h * a.kfh : 0, vfactors = VF ? b * a.vfb + h * a.vfh : 0;
+  [[maybe_unused]] const uint8_t *extra = KP ? a.extra + b * a.eb + h * a.eh : nullptr;
+  [[maybe_unused]] const uint8_t *promoted = KP ? a.promoted + b * a.pb + h * a.ph : nullptr;
   for (int64_t n = n0; n < n1; n += NB) {
     int blocks = n1 - n < NB ? n1 - n : NB;
 #if KB == 16
@@ -413,7 +443,7 @@ static void block_part(const Args &a, int b, int h, int64_t row, int64_t n0, int
     for (int j = 0; j < blocks; j++) {
       int64_t next = n + j + 1 < n1 ? n + j + 1 : n;
       expect_parameters(a, kmeta, vmeta, next);
-      score_codes(a, st, (const uint8_t *)k, kmeta, kfactors, n + j, j * L, {k + next * D * L * KB / 8, v + next * L * DV * VB / 8});
+      score_codes(a, st, (const uint8_t *)k, kmeta, kfactors, extra, promoted, n + j, j * L, {k + next * D * L * KB / 8, v + next * L * DV * VB / 8});
     }
 #endif
     if (a.mask) add_mask(a, st, b, h, row, a.first + n * L, blocks * L);

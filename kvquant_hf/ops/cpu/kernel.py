@@ -179,7 +179,7 @@ def _plan(view: "KVView") -> _Plan:
     key, value, rotation = view.key_store.spec, view.value_store.spec, view.rotation
     blocks = [0] * 16
     tables = [0] * 4
-    factors = [0] * 8
+    factors = [0] * 14
     if view.num_blocks:
         blocks, factors = _block_fields(view), _factor_fields(view)
         if rotation is not None:
@@ -198,6 +198,7 @@ def _plan(view: "KVView") -> _Plan:
         "RW": 0 if rotation is None else rotation.rotary_dim,
         "KH": int(key.is_quantized and key.rotation == "hadamard"),
         "VH": int(value.is_quantized and value.rotation == "hadamard"),
+        "KP": key.num_promoted(view.key_shape[3]) if key.is_quantized else 0,
         "KF": int(key.has_factor),
         "VF": int(value.has_factor),
         "KIND": ELEMENT_KINDS[view.key_dtype],
@@ -223,12 +224,17 @@ def _block_fields(view: "KVView") -> list[int]:
 
 
 def _factor_fields(view: "KVView") -> list[int]:
-    """Addresses and strides of the factors of keys and values, zeros where there are none, likewise."""
+    """Addresses and strides of factors, and of what promoted channels add, zeros where there are none, likewise."""
     factors = [store.factor for store in (view.key_store, view.value_store)]
     fields = [0 if factor is None else factor.data_ptr() for factor in factors]
     for factor in factors:
         fields += [0, 0] if factor is None else factor.stride()[:2]
-    return fields + [int(factor is not None and factor.dtype == torch.float32) for factor in factors]
+    fields += [int(factor is not None and factor.dtype == torch.float32) for factor in factors]
+    promotion = [view.key_store.extra, view.key_store.promoted]
+    fields += [0 if tensor is None else tensor.data_ptr() for tensor in promotion]
+    for tensor in promotion:
+        fields += [0, 0] if tensor is None else tensor.stride()[:2]
+    return fields
 
 
 def _put_exact(call: _Call, view: "KVView") -> None:

@@ -31,6 +31,8 @@ def unsupported(view: "KVView") -> str | None:
         return "float64"
     if key.spec.is_quantized and key.spec.granularity != "per_channel":
         return f"keys {key.spec.granularity}"
+    if key.spec.is_quantized and key.spec.promoted:
+        return "keys with promoted channels"
     if value.spec.is_quantized and value.spec.granularity != "per_token":
         return f"values {value.spec.granularity}"
     if key.spec.is_quantized and key.spec.rotation != "none" and view.rotation is not None:

@@ -71,7 +71,7 @@ def word_layouts(
     key, value = specs
     if any(size % 16 for size in head_dims) or (key.is_quantized and key.granularity != "per_channel"):
         return None, None
-    if value.is_quantized and value.granularity != "per_token":
+    if (value.is_quantized and value.granularity != "per_token") or key.promoted:
         return None, None
     keys = WordLayout(key, block_length, ChannelOrder.of(rotation, head_dims[0])) if key.is_quantized else None
     values = WordLayout(value, block_length, ChannelOrder(head_dims[1])) if value.is_quantized else None

@@ -1,0 +1,62 @@
+"""Channel promotion: the channels of widest range get two more bits."""
+
+import torch
+
+from kvquant_hf.quantizers.affine import AffineQuantizer
+from kvquant_hf.quantizers.base import QuantizedGroups
+from kvquant_hf.spec import EXTRA_BITS, QuantSpec
+
+
+class PromotedQuantizer:
+    """Affine codes of `nbits` bits, and of two more for a share of the rows of every block: those of widest range.
+
+    The error of a key channel is in proportion to its range, and a few channels have many times the range of the
+    others (Kitty, arXiv 2511.18643, promotes an eighth or a quarter of the channels from 2 to 4 bits). Two more bits
+    divide a channel's error by four to five. Where keys are stored before RoPE both channels of a rotary pair are
+    promoted together, since RoPE mixes what they are off by.
+
+    Args:
+        spec: Settings; `spec.promoted` is the share.
+        partners: `[D]`, int64: the channel that each channel is rotated with, itself where it is not rotated; `None`
+            if keys are not rotated after reading.
+    """
+
+    def __init__(self, spec: QuantSpec, partners: torch.Tensor | None = None) -> None:
+        self._spec = spec
+        self._partners = partners
+        self._plain = AffineQuantizer(spec)
+        self._fine = AffineQuantizer(spec, spec.nbits + EXTRA_BITS)
+
+    def quantize(
+        self, rows: torch.Tensor, range_rows: torch.Tensor | None = None, feedback: torch.Tensor | None = None
+    ) -> QuantizedGroups:
+        """Codes of rows, see `Quantizer.quantize`; each row is a channel."""
+        fitted = self._plain.grouped(rows if range_rows is None else range_rows)
+        promoted = self._widest(fitted)
+        chosen = torch.zeros(rows.shape[:-1], dtype=torch.bool, device=rows.device)
+        chosen.scatter_(-1, promoted.long(), True)
+        scale, zero_point = self._plain.fit(fitted)
+        fine_scale, fine_zero = self._fine.fit(fitted)
+        assert zero_point is not None and fine_zero is not None
+        dtype = torch.promote_types(scale.dtype, fine_scale.dtype)
+        scale = torch.where(chosen[..., None], fine_scale.to(dtype), scale.to(dtype))
+        zero_point = torch.where(chosen[..., None], fine_zero.to(dtype), zero_point.to(dtype))
+        most = torch.where(chosen, self._fine.levels, self._plain.levels).float()
+        codes = self._plain.codes_up_to(most, self._plain.grouped(rows), scale, zero_point, feedback)
+        return QuantizedGroups(codes.flatten(-2)[..., : rows.shape[-1]], scale, zero_point, promoted=promoted)
+
+    def dequantize(self, groups: QuantizedGroups) -> torch.Tensor:
+        """Values of codes, see `Quantizer.dequantize`."""
+        return self._plain.dequantize(groups)
+
+    def _widest(self, groups: torch.Tensor) -> torch.Tensor:
+        """Rows to promote, `[..., P]`, uint8, ascending, of groups `[..., rows, groups, n]`."""
+        # The widest group counts: a maximum depends on no order, as a sum would.
+        spread = (groups.amax(-1) - groups.amin(-1)).amax(-1)
+        if self._partners is not None:
+            # Halved before they are squared, so that the widest float32 ranges do not become infinite.
+            other = spread.index_select(-1, self._partners.to(spread.device))
+            spread = torch.hypot(spread / 2, other / 2)
+        count = self._spec.num_promoted(groups.shape[-3])
+        order = spread.argsort(dim=-1, descending=True, stable=True)[..., :count]
+        return order.sort(dim=-1).values.to(torch.uint8)
