@@ -12,7 +12,21 @@ from kvquant_hf.config import BACKENDS
 from kvquant_hf.quantizers import QUANTIZERS
 from kvquant_hf.spec import GROUP_SIZES, METHODS, NBITS
 
-PRESETS = ["dense", "k2v2", "k3v2", "k3v3", "k4v2", "k4v3", "k4v4", "k8v8", "kivi-int2", "kivi-int4"]
+PRESETS = [
+    "dense",
+    "k2pv2",
+    "k2pv3",
+    "k2v2",
+    "k3pv4",
+    "k3v2",
+    "k3v3",
+    "k4v2",
+    "k4v3",
+    "k4v4",
+    "k8v8",
+    "kivi-int2",
+    "kivi-int4",
+]
 
 
 @pytest.mark.parametrize(
