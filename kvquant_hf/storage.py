@@ -89,6 +89,7 @@ class BlockStore:
         partners: torch.Tensor | None = None,
     ) -> None:
         self.spec = spec
+        self.partners = partners
         self.feedback = feedback if spec.is_quantized else None
         self.block_length = block_length
         self.head_dim = head_dim

@@ -161,7 +161,7 @@ def test_kivi_presets_have_the_settings_of_the_paper():
 
 
 def test_an_unknown_preset_is_answered_with_all_of_them():
-    with pytest.raises(ValueError, match=r"dense, k2v2, .*got 'k4v5'\. Did you mean 'k4v4'"):
+    with pytest.raises(ValueError, match=r"dense, k2pv2, .*got 'k4v5'\. Did you mean 'k4v4'"):
         KVQuantConfig.from_preset("k4v5")
 
 

@@ -87,7 +87,17 @@ def encode_blocks(
         return None
     try:
         first_block = (slot - num_sinks) // length
-        return cpu.encode(store.spec, states, length, rotation, num_sinks, first_block, fitted, store.feedback)
+        return cpu.encode(
+            store.spec,
+            states,
+            length,
+            rotation,
+            num_sinks,
+            first_block,
+            fitted,
+            store.feedback,
+            store.partners,
+        )
     except cpu.BuildError as error:
         no_compiler(error)
         return None

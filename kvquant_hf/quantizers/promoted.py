@@ -54,9 +54,8 @@ class PromotedQuantizer:
         # The widest group counts: a maximum depends on no order, as a sum would.
         spread = (groups.amax(-1) - groups.amin(-1)).amax(-1)
         if self._partners is not None:
-            # Halved before they are squared, so that the widest float32 ranges do not become infinite.
             other = spread.index_select(-1, self._partners.to(spread.device))
-            spread = torch.hypot(spread / 2, other / 2)
+            spread = spread.square() + other.square()
         count = self._spec.num_promoted(groups.shape[-3])
         order = spread.argsort(dim=-1, descending=True, stable=True)[..., :count]
         return order.sort(dim=-1).values.to(torch.uint8)

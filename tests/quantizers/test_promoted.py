@@ -8,6 +8,7 @@ from harness import CACHE_KW
 from tiny_models import tiny_model
 
 from kvquant_hf import KVQuantConfig, QuantCache, QuantSpec
+from kvquant_hf.ops import cpu
 from kvquant_hf.quantizers import AffineQuantizer, PromotedQuantizer
 from kvquant_hf.rope import KeyRotation
 from kvquant_hf.storage import BlockStore
@@ -196,3 +197,53 @@ def test_promotion_pays_on_keys_with_wide_channels(model):
         cache.update(states, states, 0)
         errors[share] = (cache.dequantize(0)[0] - states).square().sum()
     assert errors[0.25] < 0.2 * errors[0.0]
+
+
+# ---- the compiled code -------------------------------------------------------------------------------------------
+
+
+SPECS = [
+    QuantSpec(nbits, group_size=group_size, promoted=share, rotation=rotation, rope="post")
+    for nbits, group_size, share, rotation in itertools.product(
+        (2, 3, 4), (16, 32, 64, 128), (0.125, 0.25, 0.5), ("none", "hadamard")
+    )
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_compiled_blocks_are_those_of_the_quantizer(spec):
+    for head_dim, dtype, length in ((16, torch.float32, 128), (80, torch.bfloat16, 0), (64, torch.float16, 0)):
+        length = max(length, spec.group_size)
+        generator = torch.Generator().manual_seed(head_dim)
+        states = torch.randn(2, 3, 2 * length, head_dim, generator=generator)
+        states = (states * torch.randn(2, 3, 1, head_dim, generator=generator).exp()).to(dtype)
+        moment = torch.randn(3, head_dim, head_dim, generator=generator)
+        feedback = 0.2 * moment.tril(-1)
+        for partners, used in ((None, None), (torch.arange(head_dim).roll(head_dim // 2), feedback)):
+            store = BlockStore(spec, length, head_dim, dtype, feedback=used, partners=partners)
+            want = store.encode(states.reshape(2, 3, 2, length, head_dim).float())
+            got = cpu.encode(spec, states, length, feedback=used, partners=partners)
+            for name in ("promoted", "scale", "zero_point", "codes", "extra"):
+                assert torch.equal(getattr(got, name), getattr(want, name)), name
+
+
+def test_compiled_blocks_with_rope_and_other_ranges():
+    rotation = KeyRotation(1 / 1e4 ** (torch.arange(D // 2) / (D // 2)), D)
+    spec = QuantSpec(2, promoted=0.25)
+    states = keys(2, 3, 3).transpose(-1, -2).flatten(2, 3)
+    cos, sin = rotation.block_tables(4 + 5 * L, 3, L, states.device)
+    blocks = rotation.apply(states.reshape(2, 3, 3, L, D), cos, sin, inverse=True)
+    store = BlockStore(spec, L, D, torch.float32, partners=rotation.partners())
+    want = store.encode(blocks)
+    got = cpu.encode(spec, states, L, rotation, num_sinks=4, first_block=5, partners=rotation.partners())
+    assert torch.equal(got.codes, want.codes) and torch.equal(got.extra, want.extra)
+    fitted = keys(2, 3, 3, seed=5).transpose(-1, -2).contiguous()
+    want = store.encode(blocks, fitted)
+    got = cpu.encode(spec, blocks.flatten(2, 3), L, fitted=fitted, partners=rotation.partners())
+    assert torch.equal(got.codes, want.codes) and torch.equal(got.promoted, want.promoted)
+
+
+def test_clipped_promotion_is_left_to_the_quantizer():
+    spec = QuantSpec(2, promoted=0.25, clip="mse")
+    assert not cpu.can_encode(spec, torch.float32, torch.device("cpu"), L, D)
+    assert cpu.can_encode(QuantSpec(2, promoted=0.25), torch.float32, torch.device("cpu"), L, D)

@@ -7,6 +7,7 @@
 // A block is brought into the form x[element][lane]: the elements of a group lie one below the other, sixteen rows that
 // are quantized independently lie side by side. For keys (per channel) the elements are tokens and the rows channels,
 // for values (per token) the other way round.
+#include <algorithm>
 #include <atomic>
 #include <new>
 #include "simd.h"
@@ -26,6 +27,9 @@ struct Args {
   uint8_t *codes;                  // [B, H, N, rows, bytes]
   uint16_t *scale, *zero;          // [B, H, N, rows, groups], float16; no zero points of symmetric codes
   const float *feedback;           // [H, D, D] or null: what an error of channel j takes from channels i < j
+  int64_t promotions;              // channels of a block that get two more bits, P
+  const int64_t *partners;         // [D] or null: channels that are promoted together
+  uint8_t *extra, *promoted;       // [B, H, N, P, L/4] their low two bits, [B, H, N, P] their numbers
 };
 
 // ---- float16, rounded in one direction -------------------------------------------------------------------------------
@@ -149,7 +153,10 @@ INLINE bool fits_half(const Format &f, vf low, vf high, vi undefined) {
 struct Scratch {
   alignas(64) float x[MAX_BLOCK * MAX_DIM], other[MAX_BLOCK * MAX_DIM], range[MAX_BLOCK * MAX_DIM];
   alignas(64) uint8_t code[MAX_DIM > MAX_BLOCK ? MAX_DIM : MAX_BLOCK][16];
-  alignas(64) uint8_t channel[MAX_DIM][MAX_BLOCK];  // codes of each channel, with feedback
+  alignas(64) uint8_t channel[MAX_DIM][MAX_BLOCK];  // codes of each channel, where channels are rounded one by one
+  uint16_t fine[MAX_DIM * MAX_BLOCK / 16];            // scales that channels would have if they were promoted
+  float spread[MAX_DIM];                              // widest range of a group of each channel
+  bool chosen[MAX_DIM];                               // whether a channel is promoted
 };
 
 static void unrotate(const Args &a, int64_t n, float *x) {
@@ -199,13 +206,45 @@ static void pack(const uint8_t (*code)[16], int64_t length, int nbits, uint8_t *
   }
 }
 
-// Codes of channels `x` [L, D] against stored parameters [D, groups], from the last channel to the first. What a channel
-// is off by is made good in those still to come, which are `other` [D, L] by then.
-static void round_with_feedback(const Args &a, const Format &f, Scratch &s, const uint16_t *scale, const uint16_t *zero,
-                                int64_t groups, const float *feedback) {
+// Choose the channels of widest range, pairs by both, and write their numbers.
+static void promote(const Args &a, Scratch &s, uint8_t *numbers) {
+  float score[MAX_DIM];
+  int order[MAX_DIM];
+  for (int d = 0; d < a.dim; d++) {
+    float own = s.spread[d];
+    score[d] = own;
+    if (a.partners) {
+      float other = s.spread[a.partners[d]], square = own * own;
+      score[d] = square + other * other;
+    }
+    order[d] = d;
+    s.chosen[d] = false;
+  }
+  std::stable_sort(order, order + a.dim, [&](int i, int j) { return score[i] > score[j]; });
+  for (int j = 0; j < a.promotions; j++) s.chosen[order[j]] = true;
+  for (int d = 0; d < a.dim; d++)
+    if (s.chosen[d]) *numbers++ = d;
+}
+
+// The low two bits of the codes of a promoted channel, as PlanarLayout lays them out.
+static void pack_low(const uint8_t *code, int64_t length, uint8_t *out) {
+  int unit = length % 32 == 0 ? 32 : 16, bytes = unit / 4;
+  for (int64_t u = 0; u < length; u += unit, out += bytes)
+    for (int j = 0; j < bytes; j++) {
+      uint8_t byte = 0;
+      for (int k = 0; k < 4; k++) byte |= (code[u + j + k * bytes] & 3) << 2 * k;
+      out[j] = byte;
+    }
+}
+
+// Codes of channels `x` [L, D] against stored parameters [D, groups], from the last channel to the first. With feedback,
+// what a channel is off by is made good in those still to come, which are `other` [D, L] by then.
+static void round_channels(const Args &a, const Format &plain, const Format &fine, Scratch &s, const uint16_t *scale,
+                           const uint16_t *zero, int64_t groups, const float *feedback) {
   int64_t L = a.length, D = a.dim;
   transpose(s.x, s.other, L, D);
-  for (int64_t d = D - 1; d >= 0; d--)
+  for (int64_t d = D - 1; d >= 0; d--) {
+    const Format &f = a.promotions && s.chosen[d] ? fine : plain;
     for (int64_t t = 0; t < L; t += 16) {
       int64_t at = d * groups + t / a.group;
       float step = half_to_float(scale[at]), offset = f.symmetric ? 0.f : half_to_float(zero[at]);
@@ -214,15 +253,17 @@ static void round_with_feedback(const Args &a, const Format &f, Scratch &s, cons
       g.offset = splat(offset);
       g.inverse = splat(step >= 1.17549435e-38f ? 1 / step : 0.f);
       vf c = codes_of(f, g, load(s.other + d * L + t)), own;
-      for (int i = 0; i < 16; i++) own[i] = s.x[(t + i) * D + d];
-      vf error = values_of(f, g, c) - own;
       v16u8 bytes = __builtin_convertvector(__builtin_convertvector(c, vi), v16u8);
       memcpy(s.channel[d] + t, &bytes, 16);
+      if (!feedback) continue;
+      for (int i = 0; i < 16; i++) own[i] = s.x[(t + i) * D + d];
+      vf error = values_of(f, g, c) - own;
       for (int64_t i = 0; i < d; i++) {
         float *target = s.other + i * L + t;
         store(target, load(target) - error * feedback[d * D + i]);
       }
     }
+  }
 }
 
 // Encode block `n` of head `h` of row `b`; false if it does not fit into float16 parameters.
@@ -256,6 +297,10 @@ static bool encode_block(const Args &a, Scratch &s, int64_t b, int64_t h, int64_
   int64_t groups = (elements + a.group - 1) / a.group, row_bytes = elements * a.nbits / 8;
   int levels = (1 << a.nbits) - 1;
   Format f{levels, levels / 2.f, a.symmetric != 0};
+  int most = (1 << (a.nbits + 2)) - 1;
+  Format fine{most, most / 2.f, false};
+  bool one_by_one = a.feedback || a.promotions;
+  for (int64_t d = 0; d < rows && a.promotions; d++) s.spread[d] = 0;
   uint8_t *codes = a.codes + index * rows * row_bytes;
   for (int64_t lane = 0; lane < rows; lane += 16) {
     for (int64_t g = 0; g < groups; g++) {
@@ -275,8 +320,15 @@ static bool encode_block(const Args &a, Scratch &s, int64_t b, int64_t h, int64_
       }
       if (!fits_half(f, low, high, undefined)) return false;
       Grid grid = grid_of(f, low, high);
+      if (a.promotions) {
+        if (!fits_half(fine, low, high, undefined)) return false;
+        Grid finer = grid_of(fine, low, high);
+        vf wide = vmax(load(s.spread + lane), high - low);
+        store(s.spread + lane, wide);
+        for (int i = 0; i < 16; i++) s.fine[(lane + i) * groups + g] = finer.scale[i];
+      }
       if (a.mse) grid = clipped(f, grid, low, high, from, rows, count);
-      for (int64_t e = 0; e < count && !a.feedback; e++) {
+      for (int64_t e = 0; e < count && !one_by_one; e++) {
         vi c = __builtin_convertvector(codes_of(f, grid, load(own + e * rows)), vi);
         v16u8 bytes = __builtin_convertvector(c, v16u8);
         memcpy(s.code[first + e], &bytes, 16);
@@ -287,12 +339,24 @@ static bool encode_block(const Args &a, Scratch &s, int64_t b, int64_t h, int64_
         if (a.zero) a.zero[at] = grid.zero[i];
       }
     }
-    if (!a.feedback) pack(s.code, elements, a.nbits, codes + lane * row_bytes, row_bytes);
+    if (!one_by_one) pack(s.code, elements, a.nbits, codes + lane * row_bytes, row_bytes);
   }
-  if (a.feedback) {
+  if (one_by_one) {
     int64_t parameters = index * rows * groups;
     const uint16_t *zero = a.zero ? a.zero + parameters : nullptr;
-    round_with_feedback(a, f, s, a.scale + parameters, zero, groups, a.feedback + h * D * D);
+    if (a.promotions) {
+      promote(a, s, a.promoted + index * a.promotions);
+      for (int64_t d = 0; d < rows; d++)
+        if (s.chosen[d]) memcpy(a.scale + parameters + d * groups, s.fine + d * groups, 2 * groups);
+    }
+    round_channels(a, f, fine, s, a.scale + parameters, zero, groups, a.feedback ? a.feedback + h * D * D : nullptr);
+    uint8_t *extra = a.extra + index * a.promotions * (elements / 4);
+    for (int64_t d = 0; d < rows && a.promotions; d++)
+      if (s.chosen[d]) {
+        pack_low(s.channel[d], elements, extra);
+        extra += elements / 4;
+        for (int64_t e = 0; e < elements; e++) s.channel[d][e] >>= 2;
+      }
     for (int64_t lane = 0; lane < rows; lane += 16) {
       for (int64_t e = 0; e < elements; e++)
         for (int i = 0; i < 16; i++) s.code[e][i] = s.channel[lane + i][e];

@@ -50,7 +50,7 @@ def can_encode(spec: "QuantSpec", dtype: torch.dtype, device: torch.device, bloc
     return (
         device.type == "cpu"
         and spec.method == "affine"
-        and not spec.promoted
+        and not (spec.promoted and spec.clip == "mse")
         and dtype in ELEMENT_KINDS
         and block_length % 16 == 0
         and head_dim % 16 == 0
@@ -68,6 +68,7 @@ def encode(
     first_block: int = 0,
     fitted: torch.Tensor | None = None,
     feedback: torch.Tensor | None = None,
+    partners: torch.Tensor | None = None,
 ) -> EncodedBlocks | None:
     """Quantize and pack whole blocks, see `BlockStore.encode`.
 
@@ -83,6 +84,7 @@ def encode(
         first_block: Which block of the layer the first of these is.
         fitted: `[B, H, N, block_length, D]`, float32, contiguous: what ranges are fitted to, where that differs.
         feedback: `[H, D, D]`, float32, contiguous: see `BlockStore`.
+        partners: `[D]`, int64: likewise.
 
     Returns:
         The blocks in the common layout, or `None` where something is not finite or needs parameters in float32:
@@ -115,10 +117,14 @@ def encode(
     settings = [spec.nbits, spec.group_size, spec.symmetric, spec.clip == "mse", spec.rotation == "hadamard"]
     fields = [*source, 0 if fitted is None else fitted.data_ptr(), batch_size, heads, blocks, block_length, head_dim]
     fields += [per_channel, *settings, *turn, codes.data_ptr(), scale.data_ptr()]
+    count = spec.num_promoted(head_dim)
+    extra = torch.empty((*shape[:3], count, row // 4), dtype=torch.uint8) if count else None
+    promoted = torch.empty((*shape[:3], count), dtype=torch.uint8) if count else None
     fields += [0 if tensor is None else tensor.data_ptr() for tensor in (zero_point, feedback)]
+    fields += [count, *(0 if tensor is None else tensor.data_ptr() for tensor in (partners, extra, promoted))]
     args = array("q", fields)
     parallel = parallel_region()
     threads = torch.get_num_threads() if parallel and blocks > 1 else 1
     failed = function(args.buffer_info()[0], threads, parallel)
     del tables
-    return None if failed else EncodedBlocks(codes, scale, zero_point)
+    return None if failed else EncodedBlocks(codes, scale, zero_point, extra=extra, promoted=promoted)
