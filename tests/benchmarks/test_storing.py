@@ -1,0 +1,37 @@
+"""`benchmarks/storing.py` on a tiny shape."""
+
+import json
+from pathlib import Path
+
+import pytest
+import storing
+
+
+def test_times_every_cache_with_and_without_moments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "storing.json"
+    arguments = ["--shape", "1,2,16", "--samples", "2", "--quant", "k2pv2", "k4v4,key.granularity=per_token"]
+    assert storing.main([*arguments, "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    rows = {row["quant"]: row for row in report["results"]}
+    assert list(rows) == ["k2pv2", "k2pv2+q", "k4v4,key.granularity=per_token"]
+    for row in rows.values():
+        assert row["prompt_microseconds_per_token"] > 0 and row["block_microseconds_per_token"] > 0
+    printed = capsys.readouterr().out
+    assert "| k2pv2+q" in printed and f"{rows['k2pv2']['block_microseconds_per_token']:,.2f}" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "1,2"], "--shape must be"),
+        (["--shape", "1,2,5"], "--shape must be"),
+        (["--quant", "none"], "preset"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = storing.main(arguments)
+    except SystemExit as exit_:
+        status = exit_.code
+    assert status
+    assert message in capsys.readouterr().err
