@@ -13,7 +13,7 @@ LAYERS = [
     {"serialization"},
     {"cache"},
     {"layer_state"},
-    {"rope_probe", "memory", "attention"},
+    {"rope_probe", "memory", "attention", "query_moments", "capture"},
     {"model_shell", "layer"},
     {"lazy", "padding"},
     {"ops"},
