@@ -90,7 +90,8 @@ class QuantLayer(CacheLayerMixin):
                     f"{heads} of size {head_dim} (of a tensor parallel model they cannot be used yet)."
                 )
             feedback = feedback.to(key_states.device)
-        partners = None if self.rotation is None else self.rotation.partners()
+        promotes = self.config.key.promoted and self.rotation is not None
+        partners = cast(KeyRotation, self.rotation).partners() if promotes else None
         length = self.config.block_length
         layouts = ops.block_layouts(
             self.config.backend,

@@ -9,6 +9,7 @@ This module is plain tensor arithmetic; which rotation a model uses is found in 
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 import torch
@@ -120,14 +121,7 @@ class KeyRotation:
 
     def partners(self) -> torch.Tensor:
         """The channel that each channel is rotated with, itself if it is not rotated: `[head_dim]`, int64."""
-        partners = torch.arange(self.head_dim)
-        rotated = partners[self.offset : self.offset + self.rotary_dim].clone()
-        if self.pairing == "half":
-            swapped = rotated.roll(self.rotary_dim // 2)
-        else:
-            swapped = rotated.unflatten(0, (-1, 2)).flip(-1).flatten()
-        partners[self.offset : self.offset + self.rotary_dim] = swapped
-        return partners
+        return _partners(self.head_dim, self.offset, self.rotary_dim, self.pairing)
 
     def apply(
         self, key_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, inverse: bool = False
@@ -160,3 +154,17 @@ class KeyRotation:
     def __repr__(self) -> str:
         width = "" if self.rotary_dim == self.head_dim else f", {self.rotary_dim} of {self.head_dim} channels"
         return f"KeyRotation({self.pairing}{width})"
+
+
+@cache
+def _partners(head_dim: int, offset: int, rotary_dim: int, pairing: Pairing) -> torch.Tensor:
+    """`KeyRotation.partners`, one tensor for all layers."""
+    with torch.inference_mode(False):
+        partners = torch.arange(head_dim)
+        rotated = partners[offset : offset + rotary_dim].clone()
+        if pairing == "half":
+            swapped = rotated.roll(rotary_dim // 2)
+        else:
+            swapped = rotated.unflatten(0, (-1, 2)).flip(-1).flatten()
+        partners[offset : offset + rotary_dim] = swapped
+        return partners

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from harness import CACHE_KW
+from harness import CACHE_KW, assert_reported_bytes
 from tiny_models import tiny_model
 
 from kvquant_hf import KVQuantConfig, QuantCache, QuantSpec
@@ -247,3 +247,10 @@ def test_clipped_promotion_is_left_to_the_quantizer():
     spec = QuantSpec(2, promoted=0.25, clip="mse")
     assert not cpu.can_encode(spec, torch.float32, torch.device("cpu"), L, D)
     assert cpu.can_encode(QuantSpec(2, promoted=0.25), torch.float32, torch.device("cpu"), L, D)
+
+
+def test_bytes_that_are_held_are_bytes_that_are_reported(model):
+    """The check of the acceptance tests, with promoted channels."""
+    cache = QuantCache(model.config, QUANT)
+    fed(model, cache, torch.randint(1, 128, (2, 90), generator=torch.Generator().manual_seed(0)), 13)
+    assert_reported_bytes(cache)
