@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from kvquant_hf import QuantCache
+from kvquant_hf import QuantCache, QueryMoments
 from kvquant_hf._compat import cache_kwargs
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.layer import QuantLayer
@@ -188,3 +188,25 @@ def test_a_model_decodes_with_it(quant, device):
         cache = QuantCache(model.config, quant, backend=backend, **CHANGES)
         produced.append(model.generate(ids, **cache_kwargs(cache), max_new_tokens=4, do_sample=False, pad_token_id=0))
     assert torch.equal(*produced)
+
+
+def test_keys_rounded_by_query_moments_are_the_same(device):
+    queries = torch.randn(2, 200, 32, generator=torch.Generator().manual_seed(0)) + 2
+    moments = QueryMoments({0: queries.transpose(-1, -2) @ queries}, 200)
+    held = []
+    for backend, used in (("triton", moments), ("torch", moments), ("triton", None)):
+        cache = QuantCache(CONFIG, "k2v2", backend=backend, query_moments=used, **CHANGES)
+        cache.update(*states(120, 0, device), 0)
+        held.append(cache.dequantize(0)[0])
+    assert torch.equal(held[0], held[1])
+    assert not torch.equal(held[0], held[2])
+
+
+def test_promoted_channels_are_left_to_the_torch_backend(device):
+    cache = QuantCache(CONFIG, "k2pv2", backend="triton", **CHANGES)
+    cache.update(*states(150, 0, device), 0)
+    view = cache.quantized_layer(0).view(1)
+    query = torch.randn(2, 4, 1, 32, device=device)
+    with pytest.raises(ValueError, match="does not read keys with promoted channels"):
+        decode_attention(query, view)
+    assert reference.decode_attention(query, view, None, 0.2).shape == (2, 4, 1, 32)
