@@ -1,5 +1,6 @@
 """What a cache stores and how: a `QuantSpec` for keys, one for values, windows, and exceptions by layer."""
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -185,8 +186,11 @@ class KVQuantConfig:
         return replace(config, query_moments=str(path.parent / config.query_moments))
 
     def to_yaml(self, path: str | Path | None = None) -> str:
-        """YAML text of the settings, also written to `path` if one is given."""
-        text = yaml.safe_dump(self.to_dict(), sort_keys=False)
+        """YAML text of the settings, also written to `path` if one is given, which other files are then named by."""
+        settings = self.to_dict()
+        if path is not None and self.query_moments is not None:
+            settings["query_moments"] = os.path.relpath(self.query_moments, Path(path).parent)
+        text = yaml.safe_dump(settings, sort_keys=False)
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text

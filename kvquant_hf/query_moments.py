@@ -11,12 +11,14 @@ import hashlib
 from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.rope import KeyRotation
 from kvquant_hf.rotation import hadamard
 from kvquant_hf.spec import QuantSpec
@@ -194,6 +196,17 @@ class QueryMoments:
                 moment = hadamard(hadamard(moment).transpose(-1, -2))
             self._feedback[key] = _feedback(moment).float()
         return self._feedback[key]
+
+
+def settings_by_content(config: KVQuantConfig) -> dict[str, Any]:
+    """`KVQuantConfig.to_dict` with the fingerprint of the query moments for their path: what decides a cache's numbers.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file holds something else.
+    """
+    path = config.query_moments
+    return config.to_dict() | ({} if path is None else {"query_moments": load_once(path).fingerprint})
 
 
 def load_once(path: str) -> QueryMoments:

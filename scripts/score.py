@@ -28,7 +28,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from kvquant_hf import KVQuantConfig, QuantCache, QueryMoments, list_presets
+from kvquant_hf import KVQuantConfig, QuantCache, list_presets
 from kvquant_hf.eval import (
     BASELINES,
     CacheFactory,
@@ -51,6 +51,7 @@ from kvquant_hf.eval.models import model_fingerprint, model_name, resolve_model
 from kvquant_hf.eval.score import REFERENCE
 from kvquant_hf.eval.score_report import ModelScores, table, write_score_report
 from kvquant_hf.eval.score_store import FileStore
+from kvquant_hf.query_moments import settings_by_content
 
 BITS_DTYPE = torch.bfloat16
 
@@ -204,14 +205,8 @@ def open_store(options: argparse.Namespace, resolved: str, configs: dict[str, KV
         "types": [options.dtype, options.attn, options.device],
         "versions": package_versions(),
     }
-    deciding = {name: config.to_dict() | contents(config) for name, config in configs.items()}
+    deciding = {name: settings_by_content(config) for name, config in configs.items()}
     return FileStore(options.report / "chunks.jsonl", setting, deciding)
-
-
-def contents(config: KVQuantConfig) -> dict[str, str]:
-    """What the files that settings name hold; their paths decide nothing."""
-    path = config.query_moments
-    return {} if path is None else {"query_moments": QueryMoments.load(path).fingerprint}
 
 
 def score_model(

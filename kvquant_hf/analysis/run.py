@@ -23,6 +23,7 @@ from kvquant_hf.eval.score import CacheFactory, Protocol, Score, score_windows
 from kvquant_hf.eval.score_store import FileStore
 from kvquant_hf.eval.text import load_text, locate, token_windows
 from kvquant_hf.layer import QuantLayer
+from kvquant_hf.query_moments import settings_by_content
 
 STORE = "measurements.jsonl"
 
@@ -134,7 +135,7 @@ def open_store(
         "types": [device.dtype, device.device],
         "versions": package_versions(),
     }
-    return FileStore(output / STORE, setting, {name: c.to_dict() for name, c in settings.items()})
+    return FileStore(output / STORE, setting, {name: settings_by_content(c) for name, c in settings.items()})
 
 
 def measure_attention(

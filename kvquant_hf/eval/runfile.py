@@ -16,6 +16,7 @@ from kvquant_hf.eval.environment import package_versions
 from kvquant_hf.eval.lm import MODEL_NAME
 from kvquant_hf.eval.models import model_fingerprint, model_name, resolve_model
 from kvquant_hf.eval.settings import parse_quant
+from kvquant_hf.query_moments import settings_by_content
 
 _OWN_KEYS = ("caches", "description")
 _NESTED = ("model_args", "gen_kwargs", "metadata")
@@ -74,7 +75,7 @@ class RunFile:
             "model_args": dict(self.model_args),
             **deciding,
             "metadata": metadata,
-            "quant": self.caches[cache].to_dict(),
+            "quant": settings_by_content(self.caches[cache]),
             "versions": {name: found[name] for name in _VERSIONS if name in (found := package_versions())},
         }
 
