@@ -199,7 +199,7 @@ class QueryMoments:
 
 
 def settings_by_content(config: KVQuantConfig) -> dict[str, Any]:
-    """`KVQuantConfig.to_dict` with the fingerprint of the query moments for their path: what decides a cache's numbers.
+    """`KVQuantConfig.to_dict` with the fingerprint of query moments for their path: what decides a cache's numbers.
 
     Raises:
         FileNotFoundError: There is no such file.
