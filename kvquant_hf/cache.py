@@ -1,7 +1,6 @@
 """`QuantCache`: the cache a user passes to `generate`."""
 
 import copy
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +14,9 @@ from kvquant_hf.buffers import storage_bytes
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.layer import QuantLayer
 from kvquant_hf.memory import MemoryReport
+from kvquant_hf.misuse import check_generate_call, check_positions, longrope_switch, warn_before_switch
 from kvquant_hf.ops import available_backends
+from kvquant_hf.other_layers import drop_views, tensors_of
 from kvquant_hf.padding import padding_of_mask, padding_of_positions
 from kvquant_hf.query_moments import QueryMoments, load_once
 from kvquant_hf.rope_probe import find_rotations
@@ -92,7 +93,7 @@ class QuantCache(Cache):
             layers[i] = QuantLayer(layer_config, rotations[i].rotation, rotations[i].reason, feedback)
         self._fresh_layers = {i: copy.deepcopy(layer) for i, layer in enumerate(layers) if i not in self._quant_layers}
         self.model_facts = {name: getattr(text_config, name, None) for name in _MODEL_FACTS}
-        self._longrope_switch = _longrope_switch(text_config)
+        self._longrope_switch = longrope_switch(text_config)
         self._padding: torch.Tensor | None = None
         self._user_defined = False
         super().__init__(layers=layers)
@@ -118,35 +119,9 @@ class QuantCache(Cache):
         self._user_defined = value
         call = _compat.current_generate_call(1) if value else None
         if call is not None:
-            self._check_generate_call(call)
+            check_generate_call(call, self.get_seq_length())
             if call.attention_mask is not None:
                 self._padding = padding_of_mask(call.attention_mask)
-
-    def _check_generate_call(self, call: _compat.GenerateCall) -> None:
-        held = self.get_seq_length()
-        if not call.use_cache:
-            raise ValueError(
-                "`use_cache` must be true where a cache is passed, got False: every step would append the whole "
-                "sequence to the cache again. Drop `use_cache=False` or the cache."
-            )
-        if not held:
-            return
-        if call.prompt_length is not None and call.prompt_length <= held:
-            raise ValueError(
-                f"The cache holds {held} tokens, but the prompt has {call.prompt_length}. A reused cache must hold a "
-                "proper prefix of the prompt, and `attention_mask` must span the cached tokens as well. For another "
-                "prompt use a new cache or `cache.reset()`; to go back, `cache.crop(-n)`."
-            )
-        if call.assisted:
-            raise ValueError(
-                f"The cache holds {held} tokens. Assisted and prompt-lookup decoding feed the whole prompt again and "
-                "need an empty cache: use a new one or `cache.reset()`."
-            )
-        if call.prefill_chunk_size is not None and not _compat.CHUNKED_PREFILL_RESUMES:
-            raise ValueError(
-                f"The cache holds {held} tokens. In this version of Transformers `prefill_chunk_size` feeds the whole "
-                "prompt again and needs an empty cache."
-            )
 
     def set_padding(self, attention_mask: torch.Tensor) -> None:
         """Say where the rows of a left-padded batch begin, so that padding takes no sinks and widens no range.
@@ -187,12 +162,12 @@ class QuantCache(Cache):
         layer: Any = self.layers[layer_idx]
         if not isinstance(layer, QuantLayer):
             result: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states, *args, **kwargs)
-            _drop_views(layer)
+            drop_views(layer)
             return result
         if key_states.shape[-2] != 1 or not layer.get_seq_length():
             self._prepare_layer(layer, key_states, kwargs.get("kwargs") or {})
         if layer_idx == self._quant_layers[0] and self._longrope_switch is not None:
-            self._warn_before_switch(layer.get_seq_length(), key_states.shape[-2])
+            warn_before_switch(self._longrope_switch, layer.get_seq_length(), key_states.shape[-2])
         return layer.update(key_states, value_states)
 
     def _prepare_layer(self, layer: QuantLayer, key_states: torch.Tensor, forward_kwargs: Mapping[str, Any]) -> None:
@@ -203,7 +178,7 @@ class QuantCache(Cache):
         held = layer.get_seq_length()
         if held:
             if position_ids is not None and layer is self.layers[self._quant_layers[0]]:
-                self._check_positions(position_ids, held)
+                check_positions(position_ids, held, self._padding)
             return
         if self._padding is None and position_ids is not None and position_ids.shape[0] == key_states.shape[0]:
             self._padding = padding_of_positions(position_ids)
@@ -219,27 +194,6 @@ class QuantCache(Cache):
                 f"The padding given covers {padding.numel()} rows, `key_states` has {key_states.shape[0]}."
             )
         return padding.to(key_states.device).repeat_interleave(repeats)
-
-    def _check_positions(self, position_ids: torch.Tensor, held: int) -> None:
-        first = position_ids[:, 0]
-        padding = 0 if self._padding is None else int(self._padding.max())
-        if int(first.max()) + padding < held:
-            raise ValueError(
-                f"The cache holds {held} tokens, but the new tokens start at position {int(first.max())}: they do "
-                "not continue it. A cache is for one sequence: use a new one, or `cache.reset()`, for another prompt; "
-                "pass only the new tokens of this one; and do not combine a cache with `use_cache=False`."
-            )
-
-    def _warn_before_switch(self, held: int, new: int) -> None:
-        switch = cast(int, self._longrope_switch)
-        if held < switch <= held + new and (held or new == switch):
-            warnings.warn(
-                f"This sequence crosses {switch} tokens, where LongRoPE changes its frequencies "
-                "(`original_max_position_embeddings`). `generate` of Phi-3 models then drops the cache it was given, "
-                "computes the whole prompt again and goes on with an unquantized `DynamicCache`. To keep "
-                "quantization, end the call here and start another with a new QuantCache on the longer prompt.",
-                stacklevel=3,
-            )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens stored in a layer; for the default also where layer 0 does not count them."""
@@ -306,6 +260,11 @@ class QuantCache(Cache):
 
     # ---- looking inside ----------------------------------------------------------------------------------------
 
+    @property
+    def quantized_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that are quantized, ascending."""
+        return tuple(self._quant_layers)
+
     def quantized_layer(self, layer_idx: int) -> QuantLayer:
         """The quantized layer at an index (negative counts from the end).
 
@@ -351,7 +310,7 @@ class QuantCache(Cache):
                 for name, size in layer_figures.items():
                     figures[name] += size
             else:
-                for tensor in _tensors_of(layer):
+                for tensor in tensors_of(layer):
                     parts["other_layers"] += storage_bytes(tensor)
                     figures["dense_bytes"] += tensor.numel() * tensor.element_size()
                     figures["values"] += tensor.numel()
@@ -426,33 +385,3 @@ def _text_config(config: object) -> PreTrainedConfig:
     if config.is_encoder_decoder:
         raise ValueError("`config` must be that of a decoder-only model, got an encoder-decoder config.")
     return config.get_text_config(decoder=True)
-
-
-def _longrope_switch(config: PreTrainedConfig) -> int | None:
-    """Length at which LongRoPE changes its frequencies, or `None` for models without it."""
-    parameters = getattr(config, "rope_parameters", None)
-    if not isinstance(parameters, Mapping) or parameters.get("rope_type") != "longrope":
-        return None
-    switch = parameters.get("original_max_position_embeddings")
-    return int(switch) if switch is not None else None
-
-
-def _tensors_of(layer: object) -> list[torch.Tensor]:
-    """Keys, values and states that a layer of Transformers' own holds."""
-    found: list[torch.Tensor] = []
-    for name in ("keys", "values", "indexer_keys", "conv_states", "recurrent_states"):
-        value = getattr(layer, name, None)
-        items = value.values() if isinstance(value, Mapping) else [value]
-        found += [item for item in items if isinstance(item, torch.Tensor)]
-    return found
-
-
-def _drop_views(layer: object) -> None:
-    """Copy keys and values that are a small part of a large tensor.
-
-    Transformers' sliding layers keep a slice of what they were given, and a slice keeps a whole prefill alive.
-    """
-    for name in ("keys", "values"):
-        tensor = getattr(layer, name, None)
-        if isinstance(tensor, torch.Tensor) and storage_bytes(tensor) > 1.25 * tensor.numel() * tensor.element_size():
-            setattr(layer, name, tensor.clone(memory_format=torch.contiguous_format))

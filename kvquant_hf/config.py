@@ -91,8 +91,7 @@ class KVQuantConfig:
 
     def nominal_bits(self, head_dim: int) -> float:
         """Bits per value of the quantized part, 16-bit metadata included, mean of keys and values."""
-        specs = (self.key, self.value)
-        return sum(spec.code_bits(head_dim) + spec.metadata_bits(head_dim, self.block_length) for spec in specs) / 2
+        return sum(spec.bits_per_value(head_dim, self.block_length) for spec in (self.key, self.value)) / 2
 
     def _overridden(self, override: Mapping[str, Any]) -> "KVQuantConfig":
         changes: dict[str, Any] = {"layers": {}}

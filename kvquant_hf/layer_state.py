@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
+from kvquant_hf.blocks import STATE_PARTS
 from kvquant_hf.layer import QuantLayer
-from kvquant_hf.storage import STATE_PARTS
 
 
 def layer_state(layer: QuantLayer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

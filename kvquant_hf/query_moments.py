@@ -108,7 +108,6 @@ class QueryMoments:
         """
         from kvquant_hf.cache import QuantCache  # which needs this module
         from kvquant_hf.capture import LayerActivations, capture
-        from kvquant_hf.layer import QuantLayer
         from kvquant_hf.rope_probe import find_rotations
 
         if input_ids.ndim not in (1, 2) or input_ids.is_floating_point() or input_ids.shape[-1] <= _SKIP:
@@ -116,7 +115,7 @@ class QueryMoments:
                 f"`input_ids` must be integers [num_texts, T] with T > {_SKIP}, got {list(input_ids.shape)} of "
                 f"{input_ids.dtype}."
             )
-        wanted = {i for i, layer in enumerate(QuantCache(model).layers) if isinstance(layer, QuantLayer)}
+        wanted = QuantCache(model).quantized_layers
         rotations = find_rotations(model)
         sums: dict[int, torch.Tensor] = {}
         texts = input_ids[None] if input_ids.ndim == 1 else input_ids

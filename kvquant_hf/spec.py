@@ -116,6 +116,10 @@ class QuantSpec:
         factor = 16.0 * self.has_factor / (block_length or self.token_group)
         return 16.0 * words * -(-head_dim // self.group_size) / head_dim + factor
 
+    def bits_per_value(self, head_dim: int, block_length: int | None = None) -> float:
+        """Bits of a stored value, metadata included; 16 for what is stored as it is. Arguments as above."""
+        return self.code_bits(head_dim) + self.metadata_bits(head_dim, block_length)
+
     def __str__(self) -> str:
         if not self.is_quantized:
             return "16-bit, as is"

@@ -1,60 +1,18 @@
 """Written-once blocks of codes."""
 
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from kvquant_hf.blocks import PARTS, STATE_PARTS, BlockLayout, EncodedBlocks
 from kvquant_hf.buffers import GROWTH_SHARE, TensorMap, with_capacity
 from kvquant_hf.packing import PlanarLayout
 from kvquant_hf.quantizers import QuantizedGroups, Quantizer, quantizer_of
 from kvquant_hf.rotation import hadamard
 from kvquant_hf.spec import EXTRA_BITS, QuantSpec
 
-# The tensors that blocks consist of; which of them there are depends on the layout and the settings.
-_PARTS = ("codes", "scale", "zero_point", "metadata", "factor", "extra", "promoted")
-
-# Those of the common layout, which files hold.
-STATE_PARTS = ("codes", "scale", "zero_point", "factor", "extra", "promoted")
-
 _BLOCK_CHUNK = 4
-
-
-class EncodedBlocks:
-    """Packed blocks on their way into a `BlockStore`.
-
-    `codes`, with `scale` and `zero_point` where there are any, or with `metadata` in a layout that keeps both in one;
-    `factor` where the method has one; `extra` and `promoted`, the low bits and the numbers of promoted channels, where
-    there are any.
-    """
-
-    __slots__ = _PARTS
-
-    def __init__(
-        self,
-        codes: torch.Tensor,
-        scale: torch.Tensor | None,
-        zero_point: torch.Tensor | None,
-        metadata: torch.Tensor | None = None,
-        factor: torch.Tensor | None = None,
-        extra: torch.Tensor | None = None,
-        promoted: torch.Tensor | None = None,
-    ) -> None:
-        self.codes, self.scale, self.zero_point, self.metadata = codes, scale, zero_point, metadata
-        self.factor, self.extra, self.promoted = factor, extra, promoted
-
-
-class BlockLayout(Protocol):
-    """A backend's own way of laying out blocks; without one they are packed as `PlanarLayout` says.
-
-    Factors are none of its business: they lie beside the blocks in any layout.
-    """
-
-    def encode(self, groups: QuantizedGroups) -> EncodedBlocks | None:
-        """Blocks as the backend reads them, or `None` if it could not read these."""
-
-    def decode(self, codes: torch.Tensor, metadata: torch.Tensor) -> QuantizedGroups:
-        """Codes, scales and zero points of the groups that `encode` was given."""
 
 
 class BlockStore:
@@ -167,7 +125,7 @@ class BlockStore:
         count = encoded.codes.shape[2]
         needed = self.num_blocks + count
         room = max(_BLOCK_CHUNK, needed // GROWTH_SHARE) - 1 if spare else 0
-        for name in _PARTS:
+        for name in PARTS:
             new = getattr(encoded, name)
             if new is None:
                 continue
@@ -192,7 +150,7 @@ class BlockStore:
         self._set(None if groups is None else self._planar(groups))
 
     def _set(self, encoded: "EncodedBlocks | None") -> None:
-        for name in _PARTS:
+        for name in PARTS:
             setattr(self, name, None if encoded is None else getattr(encoded, name))
 
     # ---- reading -----------------------------------------------------------------------------------------------
@@ -245,7 +203,7 @@ class BlockStore:
     def map(self, function: TensorMap) -> None:
         """Replace every stored tensor by what `function` makes of it (batch selection, device moves)."""
         self.memo.clear()
-        for name in _PARTS:
+        for name in PARTS:
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, function(tensor))
@@ -255,7 +213,7 @@ class BlockStore:
 
     def tensors(self) -> list[torch.Tensor]:
         """The buffers, unused capacity included."""
-        return [tensor for name in _PARTS if (tensor := getattr(self, name)) is not None]
+        return [tensor for name in PARTS if (tensor := getattr(self, name)) is not None]
 
     def bytes_by_part(self) -> dict[str, int]:
         """Bytes in use by `codes`, `scales` (factors among them) and `zero_points`, and `unused` ones."""
@@ -263,7 +221,7 @@ class BlockStore:
         words = ("scales",) if self.spec.symmetric else ("scales", "zero_points")
         shares = {"codes": ("codes",), "scale": ("scales",), "zero_point": ("zero_points",), "metadata": words}
         shares |= {"factor": ("scales",), "promoted": ("scales",), "extra": ("codes",)}
-        for name in _PARTS:
+        for name in PARTS:
             tensor = getattr(self, name)
             if tensor is not None:
                 block = tensor[:, :, 0].numel() * tensor.element_size()
@@ -338,6 +296,3 @@ class BlockStore:
 def _along(channels: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     """Numbers of rows `[..., P]` as an index `[..., P, length]` into codes `[..., rows, length]`."""
     return channels.long()[..., None].expand(*channels.shape, codes.shape[-1])
-
-
-__all__ = ["STATE_PARTS", "BlockLayout", "BlockStore", "EncodedBlocks", "QuantizedGroups"]

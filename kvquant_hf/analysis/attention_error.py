@@ -84,7 +84,7 @@ def _plain(pairs: Mapping[str, Pair]) -> dict[str, HeadPair]:
 def _layers_of(model: PreTrainedModel, config: KVQuantConfig) -> dict[int, QuantLayer]:
     """The layers that a cache of these settings quantizes, empty, by index."""
     cache = QuantCache(model, config)
-    return {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, QuantLayer)}
+    return {index: cache.quantized_layer(index) for index in cache.quantized_layers}
 
 
 def code_ends(config: KVQuantConfig, protocol: Protocol, queries: int) -> torch.Tensor:

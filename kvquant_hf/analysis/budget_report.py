@@ -24,7 +24,6 @@ from kvquant_hf.analysis.measures import MEASURES
 from kvquant_hf.analysis.meter import ATTENTION_MEASURES
 from kvquant_hf.eval.artifacts import write_json, write_text
 from kvquant_hf.eval.environment import run_environment
-from kvquant_hf.spec import QuantSpec
 
 
 def write_budget_report(found: Calibration, source: Source, output: Path) -> Path:
@@ -53,7 +52,7 @@ def write_budget_report(found: Calibration, source: Source, output: Path) -> Pat
     bits = {
         "allocation": {
             f"{side}s": [
-                bits_per_value(problem.candidates.of(side)[pair[place]], problem.sizes.shapes[index][1 + place])
+                problem.candidates.of(side)[pair[place]].bits_per_value(problem.sizes.shapes[index][1 + place])
                 for index, pair in found.answer.pairs.items()
             ]
             for place, side in enumerate(SIDES)
@@ -65,11 +64,6 @@ def write_budget_report(found: Calibration, source: Source, output: Path) -> Pat
     write_json(output / "report.json", _json(found, source, environment))
     write_text(output / "report.md", "\n".join(markdown(found, source, environment)))
     return output / "report.md"
-
-
-def bits_per_value(spec: QuantSpec, head_dim: int) -> float:
-    """Bits of a value held as a code, scale and zero point included."""
-    return spec.nbits + spec.metadata_bits(head_dim)
 
 
 def preset_text(found: Calibration, source: Source) -> str:

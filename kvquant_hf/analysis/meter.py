@@ -12,7 +12,7 @@ from kvquant_hf.analysis.candidates import EXACT, SIDES, Candidates
 from kvquant_hf.analysis.layer_settings import single_config
 from kvquant_hf.analysis.measures import HeadSums
 from kvquant_hf.analysis.run import measure_attention, measure_scores
-from kvquant_hf.analysis.sizes import quantized_layers
+from kvquant_hf.cache import QuantCache
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.eval.score import Protocol, Score
 from kvquant_hf.eval.score_store import FileStore
@@ -87,7 +87,7 @@ class Meter:
         ]
 
     def _of_predictions(self, candidates: Candidates) -> Sensitivities:
-        layers = quantized_layers(self.model)
+        layers = QuantCache(self.model).quantized_layers
         singles = {
             (side, index, name): single_config(self.frame, index, side, spec)
             for index in layers
@@ -111,7 +111,7 @@ class Meter:
         )
 
     def _of_attention(self, candidates: Candidates) -> Sensitivities:
-        layers = quantized_layers(self.model)
+        layers = QuantCache(self.model).quantized_layers
         errors: dict[str, dict[int, dict[str, float]]] = {side: {i: {} for i in layers} for side in SIDES}
         settings = self._one_sided(candidates)
         found = self.attention({f"{side} {name}": config for side, name, config in settings if config.is_quantized})

@@ -22,7 +22,6 @@ from kvquant_hf.eval.models import model_fingerprint, model_name, resolve_model
 from kvquant_hf.eval.score import CacheFactory, Protocol, Score, score_windows
 from kvquant_hf.eval.score_store import FileStore
 from kvquant_hf.eval.text import load_text, locate, token_windows
-from kvquant_hf.layer import QuantLayer
 from kvquant_hf.query_moments import settings_by_content
 
 STORE = "measurements.jsonl"
@@ -154,7 +153,7 @@ def measure_attention(
     kind = f"attention of {queries} queries"
     names = (*settings, FACTS_NAME)
     found: dict[str, list[HeadSums]] = {name: [] for name in names}
-    layers = sum(isinstance(layer, QuantLayer) for layer in QuantCache(model).layers)
+    layers = len(QuantCache(model).quantized_layers)
     with tqdm(total=len(windows) * layers, desc="attention", unit="layer", disable=None) as bar:
         for window in windows:
             known = {name: store.get_item(kind, name, window) for name in names}

@@ -58,7 +58,7 @@ class SizeTable:
         self._frame = frame
         self._shapes = model_shapes(model)  # of all layers
         self.context_length = context_length
-        self.layers = quantized_layers(model)
+        self.layers = QuantCache(model).quantized_layers
         self.shapes = {index: self._shape(index) for index in self.layers}
         self.values = {index: heads * (key + value) for index, (heads, key, value) in self.shapes.items()}
         rotations = find_rotations(model)
@@ -122,11 +122,6 @@ class SizeTable:
         """`memory_bytes` of a real cache that was given a prompt of `context_length` tokens."""
         pieces = [(0, self.context_length)]
         return replayed_bits(lambda: QuantCache(self._model, config), self._shapes, pieces, BITS_DTYPE).memory_bytes
-
-
-def quantized_layers(model: PreTrainedModel) -> tuple[int, ...]:
-    """Indices of the layers that a cache quantizes."""
-    return tuple(index for index, layer in enumerate(QuantCache(model).layers) if isinstance(layer, QuantLayer))
 
 
 def _pair_size(config: KVQuantConfig, rotation: KeyRotation | None, shape: Shape, tokens: int) -> PairSize:

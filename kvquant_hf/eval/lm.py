@@ -34,6 +34,7 @@ from kvquant_hf.eval.ranks import Ranks, generation_batches, groups_of_context, 
 from kvquant_hf.eval.settings import parse_quant
 from kvquant_hf.eval.squad_metrics import provide_squad_metrics
 from kvquant_hf.memory import MemoryReport
+from kvquant_hf.query_moments import settings_by_content
 
 MODEL_NAME = "kvquant"
 
@@ -280,7 +281,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         """What lm-eval records about the model, with the resolved cache settings and what the calls did."""
         info: dict[str, Any] = super().get_model_info()
         return info | {
-            "kvquant": self.quant_config.to_dict(),
+            "kvquant": settings_by_content(self.quant_config),
             "kvquant_loglikelihood": {
                 "mode": self.loglikelihood_mode,
                 "step": self.loglikelihood_step,

@@ -11,7 +11,8 @@ from kvquant_hf.rope import KeyRotation
 from kvquant_hf.spec import QuantSpec
 
 if TYPE_CHECKING:
-    from kvquant_hf.storage import BlockLayout, BlockStore, EncodedBlocks
+    from kvquant_hf.blocks import BlockLayout, EncodedBlocks
+    from kvquant_hf.storage import BlockStore
     from kvquant_hf.view import KVView
 
 Backend = Callable[[torch.Tensor, "KVView", torch.Tensor | None, float], torch.Tensor]

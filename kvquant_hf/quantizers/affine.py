@@ -143,7 +143,6 @@ class AffineQuantizer:
         zero_point: torch.Tensor | None,
         most: int | torch.Tensor | None = None,
     ) -> torch.Tensor:
-        limit = torch.as_tensor(self.levels if most is None else most, dtype=groups.dtype, device=groups.device)
         shrink = _headroom(scale)
         step = scale.float()[..., None] * shrink
         # A step too small for its reciprocal to be finite belongs to a group that is constant for all purposes.
@@ -151,9 +150,12 @@ class AffineQuantizer:
         if shrink != 1:
             groups = groups * shrink
         if zero_point is None:
-            return (groups * inverse).add_(self._middle).round_().clamp_(min=0).minimum(limit)
-        codes = ((groups - zero_point.float()[..., None] * shrink) * inverse).round_()
-        return codes.clamp_(min=0).minimum(limit)
+            codes = (groups * inverse).add_(self._middle).round_()
+        else:
+            codes = ((groups - zero_point.float()[..., None] * shrink) * inverse).round_()
+        if isinstance(most, torch.Tensor):
+            return codes.clamp_(min=0).minimum(most)
+        return codes.clamp_(0, self.levels if most is None else most)
 
     def _codes_with_feedback(
         self,

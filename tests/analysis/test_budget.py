@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 import yaml
+from models import ROOT
 from tiny_models import VOCAB_SIZE, tiny_model
 
 from kvquant_hf import KVQuantConfig, QuantCache
@@ -15,7 +16,7 @@ from kvquant_hf.analysis import calibration as calibration_module
 from kvquant_hf.analysis.allocation import Factors, Problem
 from kvquant_hf.analysis.budget import amount
 from kvquant_hf.analysis.layer_settings import allocation_config
-from kvquant_hf.analysis.sizes import SizeTable, quantized_layers
+from kvquant_hf.analysis.sizes import SizeTable
 from kvquant_hf.eval import Protocol, replayed_bits
 from kvquant_hf.eval.bits import model_shapes
 from kvquant_hf.eval.score_store import FileStore
@@ -60,7 +61,7 @@ def gemma():
 # ---- budgets ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+each_kind = pytest.mark.parametrize(
     "budget",
     [
         Budget(kl=0.05),
@@ -70,6 +71,9 @@ def gemma():
     ],
     ids=lambda budget: budget.kind,
 )
+
+
+@each_kind
 def test_every_kind_of_budget_is_met(budget, llama, make_meter):
     found = calibrate(make_meter(llama), budget, FEW)
     answer = found.answer
@@ -136,16 +140,7 @@ def test_a_size_out_of_reach_is_refused_before_anything_is_measured(llama, make_
         calibrate(make_meter(llama), Budget(bits=2.0), FEW)
 
 
-@pytest.mark.parametrize(
-    "budget",
-    [
-        Budget(kl=0.05),
-        Budget(key_kl=0.05, value_error=0.2),
-        Budget(bits=4.5),
-        Budget(bytes=36_000, context_length=200),
-    ],
-    ids=lambda budget: budget.kind,
-)
+@each_kind
 def test_no_allocation_is_better_by_the_prediction(budget, llama, make_meter):
     sensitivities = make_meter(llama).sensitivities(FEW, of_attention=budget.kind == "attention")
     problem = Problem(budget, FEW, SizeTable(llama, FRAME, FEW, 200), sensitivities, FRAME)
@@ -168,7 +163,7 @@ def test_no_allocation_is_better_by_the_prediction(budget, llama, make_meter):
 
 
 def test_only_full_attention_layers_get_settings(gemma, make_meter):
-    assert quantized_layers(gemma) == (1, 3)
+    assert QuantCache(gemma).quantized_layers == (1, 3)
     for budget in (Budget(key_kl=0.05, value_error=0.5), Budget(bytes=60_000, context_length=150)):
         found = calibrate(make_meter(gemma), budget, FEW)
         assert found.answer.is_met and set(found.answer.pairs) == {1, 3}
@@ -242,7 +237,7 @@ def test_the_first_solution_stands_where_it_was_right(llama, make_meter, monkeyp
 def test_a_correction_that_leaves_nothing_names_what_it_expects(llama, make_meter):
     meter = bent_meter(make_meter, llama)
     errors = meter.sensitivities(FEW, of_attention=False)
-    best = dict.fromkeys(quantized_layers(llama), ("k4", "exact"))
+    best = dict.fromkeys(QuantCache(llama).quantized_layers, ("k4", "exact"))
     limit = sum(errors.sums(best)) * 1.01
     with pytest.raises(ValueError, match="least predicted error, its prediction corrected by a measured run"):
         calibrate(meter, Budget(kl=limit), FEW)
@@ -251,7 +246,11 @@ def test_a_correction_that_leaves_nothing_names_what_it_expects(llama, make_mete
 # ---- sizes -----------------------------------------------------------------------------------------------------
 
 ODD = Candidates(
-    {"k3g16": replace(KEY, nbits=3, group_size=16), "k2g128": replace(KEY, nbits=2, group_size=128)},
+    {
+        "k3g16": replace(KEY, nbits=3, group_size=16),
+        "k2g128": replace(KEY, nbits=2, group_size=128),
+        "k2p25": replace(KEY, nbits=2, group_size=64, promoted=0.25),
+    },
     {
         "channels": replace(VALUE, nbits=4, granularity="per_channel", group_size=64),
         "tiles": replace(VALUE, nbits=2, method="variance_normalized"),
@@ -265,11 +264,25 @@ def test_sizes_are_those_of_a_real_cache(tokens, gemma):
     """Blocks of other lengths in each layer, lengths that straddle windows and blocks, unquantized layers."""
     sizes = SizeTable(gemma, FRAME, ODD, tokens)
     problem = Problem(Budget(bits=16.0), ODD, sizes, None, FRAME)
-    for pairs in ({1: ("k3g16", "channels"), 3: ("k2g128", "tiles")}, {1: ("k2g128", "exact"), 3: ("k3g16", "tiles")}):
+    for pairs in (
+        {1: ("k3g16", "channels"), 3: ("k2g128", "tiles")},
+        {1: ("k2g128", "exact"), 3: ("k3g16", "tiles")},
+        {1: ("k2p25", "tiles"), 3: ("k2p25", "exact")},
+    ):
         config = problem.config(pairs)
         held = replayed_bits(lambda c=config: QuantCache(gemma, c), model_shapes(gemma), [(0, tokens)], torch.bfloat16)
         assert sizes.memory_bytes(pairs) == held.memory_bytes == sizes.measured_bytes(config)
         assert sizes.bits_per_value(pairs) == pytest.approx(sizes.measured_bits(config), rel=1e-12)
+
+
+def test_bits_that_reports_draw_are_those_that_are_held(gemma):
+    """The plot of an allocation asks the settings, the budget asks real layers."""
+    sizes = SizeTable(gemma, FRAME, ODD, 500)
+    heads, key_dim, value_dim = sizes.shapes[1]
+    for name, spec in ODD.key.items():
+        exact = 16 * heads * value_dim
+        drawn = heads * key_dim * spec.bits_per_value(key_dim)
+        assert sizes.pair(1, name, "exact").bits - exact == pytest.approx(drawn), name
 
 
 def test_bits_are_codes_and_metadata(llama):
@@ -338,6 +351,14 @@ def test_default_candidates_are_those_of_the_presets():
     ways = {spec.nbits: (spec.rotation, spec.clip, spec.granularity) for spec in candidates.value.values()}
     turned, plain = ("hadamard", "mse", "per_token"), ("none", "minmax", "per_token")
     assert ways == {2: turned, 3: turned, 4: plain, 8: plain}
+
+
+def test_shipped_candidates_can_be_loaded():
+    paths = sorted((ROOT / "configs" / "candidates").glob("*.yaml"))
+    assert [path.stem for path in paths] == ["promoted"]
+    candidates = load_candidates(paths[0])
+    assert {spec.promoted for spec in candidates.key.values()} == {0.0, 0.125, 0.25, 0.5}
+    assert all(spec.symmetric and spec.rotation == "hadamard" for spec in candidates.value.values())
 
 
 def test_candidates_of_a_file(tmp_path):

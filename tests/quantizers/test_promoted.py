@@ -95,9 +95,8 @@ def test_huge_and_undefined_numbers_do_not_spread():
     assert ((values - rows)[0, 0, 0, others].abs().amax(-1) <= 0.51 * step + 1e-6).all()
 
 
-@pytest.mark.parametrize("granularity", ["per_channel"])
-def test_stores_give_back_what_the_quantizer_made(granularity):
-    spec = QuantSpec(nbits=3, promoted=0.25, granularity=granularity)
+def test_stores_give_back_what_the_quantizer_made():
+    spec = QuantSpec(nbits=3, promoted=0.25)
     store = BlockStore(spec, L, D, torch.float32)
     blocks = keys(2, 3, 5).transpose(-1, -2).contiguous()
     for part in blocks.split(2, dim=2):
@@ -109,7 +108,7 @@ def test_stores_give_back_what_the_quantizer_made(granularity):
     assert parts["codes"] == 2 * 3 * 5 * (D * L * 3 + 8 * L * 2) // 8
     assert parts["scales"] == 2 * 3 * 5 * (2 * D + 8)
     bits = 8 * (parts["codes"] + parts["scales"] + parts["zero_points"]) / blocks.numel()
-    assert bits == spec.code_bits(D) + spec.metadata_bits(D)
+    assert bits == spec.bits_per_value(D)
     again = BlockStore(spec, L, D, torch.float32)
     again.load_state(store.state())
     assert torch.equal(again.read(1, 4), want[:, :, 1:4])

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvquant_hf.blocks import EncodedBlocks
 from kvquant_hf.ops.cpu.build import ELEMENT_KINDS, BuildError, load, parallel_region
 from kvquant_hf.ops.cpu.tables import offset_tables, start_tables
-from kvquant_hf.storage import EncodedBlocks
 
 if TYPE_CHECKING:
     from kvquant_hf.rope import KeyRotation

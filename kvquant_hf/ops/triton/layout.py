@@ -8,10 +8,10 @@ from functools import cache
 
 import torch
 
+from kvquant_hf.blocks import EncodedBlocks
 from kvquant_hf.quantizers import QuantizedGroups
 from kvquant_hf.rope import KeyRotation
 from kvquant_hf.spec import QuantSpec
-from kvquant_hf.storage import EncodedBlocks
 
 # Rotation in float16 must not overflow: sqrt(2) times this stays below the largest float16, 65504.
 MAX_MAGNITUDE = 32768.0

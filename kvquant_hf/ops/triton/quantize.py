@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvquant_hf.blocks import EncodedBlocks
 from kvquant_hf.ops.triton.availability import why_unavailable
 from kvquant_hf.ops.triton.layout import MAX_MAGNITUDE, WordLayout
 from kvquant_hf.rope import KeyRotation
 from kvquant_hf.rotation import hadamard_width
-from kvquant_hf.storage import EncodedBlocks
 
 if TYPE_CHECKING:
     from kvquant_hf.storage import BlockStore

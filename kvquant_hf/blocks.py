@@ -1,0 +1,50 @@
+"""Blocks of codes on their way into a store, and how a backend may lay them out."""
+
+from typing import Protocol
+
+import torch
+
+from kvquant_hf.quantizers import QuantizedGroups
+
+# The tensors that blocks consist of; which of them there are depends on the layout and the settings.
+PARTS = ("codes", "scale", "zero_point", "metadata", "factor", "extra", "promoted")
+
+# Those of the common layout, which files hold.
+STATE_PARTS = ("codes", "scale", "zero_point", "factor", "extra", "promoted")
+
+
+class EncodedBlocks:
+    """Packed blocks on their way into a `BlockStore`.
+
+    `codes`, with `scale` and `zero_point` where there are any, or with `metadata` in a layout that keeps both in one;
+    `factor` where the method has one; `extra` and `promoted`, the low bits and the numbers of promoted channels, where
+    there are any.
+    """
+
+    __slots__ = PARTS
+
+    def __init__(
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor | None,
+        zero_point: torch.Tensor | None,
+        metadata: torch.Tensor | None = None,
+        factor: torch.Tensor | None = None,
+        extra: torch.Tensor | None = None,
+        promoted: torch.Tensor | None = None,
+    ) -> None:
+        self.codes, self.scale, self.zero_point, self.metadata = codes, scale, zero_point, metadata
+        self.factor, self.extra, self.promoted = factor, extra, promoted
+
+
+class BlockLayout(Protocol):
+    """A backend's own way of laying out blocks; without one they are packed as `PlanarLayout` says.
+
+    Factors are none of its business: they lie beside the blocks in any layout.
+    """
+
+    def encode(self, groups: QuantizedGroups) -> EncodedBlocks | None:
+        """Blocks as the backend reads them, or `None` if it could not read these."""
+
+    def decode(self, codes: torch.Tensor, metadata: torch.Tensor) -> QuantizedGroups:
+        """Codes, scales and zero points of the groups that `encode` was given."""
