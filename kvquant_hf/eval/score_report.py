@@ -4,13 +4,24 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvquant_hf.eval.artifacts import write_json, write_text
 from kvquant_hf.eval.bits import HeldBits
 from kvquant_hf.eval.divergence import Divergence, summarize_divergence
 from kvquant_hf.eval.score import REFERENCE, Protocol, Score
 from kvquant_hf.eval.statistics import Interval, mean_interval
+
+if TYPE_CHECKING:
+    from kvquant_hf.eval.plots import Point
+
+# Files, what lies to the right, what goes upwards, and how that is called. Smaller is better in all of them.
+PARETO_PLOTS = (
+    ("pareto", "bits_per_value", "kl", "KL to the dense cache, nats"),
+    ("pareto_quantized", "bits_per_value_quantized", "kl", "KL to the dense cache, nats"),
+    ("pareto_perplexity", "bits_per_value_quantized", "ratio", "perplexity over the dense cache's"),
+    ("pareto_top1", "bits_per_value_quantized", "top1", "share of likeliest tokens that change"),
+)
 
 
 @dataclass(frozen=True)
@@ -98,7 +109,7 @@ def _diverges(found: Mapping[str, Any] | None) -> str:
 
 
 def write_score_report(directory: Path, measured: Sequence[ModelScores], report: Mapping[str, Any]) -> Path:
-    """Write `report.md`, `report.json` and the plots `pareto` and `curves` (PNG and SVG).
+    """Write `report.md`, `report.json` and the plots of `PARETO_PLOTS` and `curves` (PNG and SVG).
 
     Args:
         directory: Where they go.
@@ -109,15 +120,12 @@ def write_score_report(directory: Path, measured: Sequence[ModelScores], report:
         Path of the markdown report.
     """
     # Imported here: scoring itself does without matplotlib.
-    from kvquant_hf.eval.plots import Point, curves, quality_against_size, save
+    from kvquant_hf.eval.plots import curves, quality_against_size, save
 
-    points = {
-        models.model: [
-            Point(row["quant"], row["bits_per_value"], row["kl"], row["intervals"]["kl"]) for row in models.rows()
-        ]
-        for models in measured
-    }
-    save(quality_against_size(points, "KL to the dense cache, nats", log=True, front=True), directory / "pareto")
+    for name, size, metric, label in PARETO_PLOTS:
+        log = metric != "ratio"
+        figure = quality_against_size(_points(measured, size, metric), label, log=log, front=True)
+        save(figure, directory / name)
     lines = {
         models.model: {row["quant"]: row["curves"]["kl"] for row in models.rows() if row["quant"] != REFERENCE}
         for models in measured
@@ -129,6 +137,39 @@ def write_score_report(directory: Path, measured: Sequence[ModelScores], report:
     write_json(directory / "report.json", report)
     write_text(directory / "report.md", "\n".join(_markdown(measured, report)))
     return directory / "report.md"
+
+
+def _points(measured: Sequence[ModelScores], size: str, metric: str) -> dict[str, list["Point"]]:
+    """Points of a Pareto plot by model; caches without a quantized part have no place where sizes are those of it."""
+    from kvquant_hf.eval.plots import Point
+
+    points: dict[str, list[Point]] = {}
+    for models in measured:
+        drawn = points.setdefault(models.model, [])
+        for row in models.rows():
+            if row[size] is None:
+                continue
+            value, interval = row[metric], row["intervals"][metric]
+            if metric == "top1":
+                value, interval = 1 - value, None if interval is None else (1 - interval[1], 1 - interval[0])
+            drawn.append(Point(row["quant"], row[size], value, interval))
+    return points
+
+
+def _summary(measured: Sequence[ModelScores]) -> list[str]:
+    """KL of every cache on every model, smallest quantized part first."""
+    rows = {models.model: {row["quant"]: row for row in models.rows()} for models in measured}
+    first = next(iter(rows.values()))
+    names = sorted(
+        (name for name, row in first.items() if row["bits_per_value_quantized"] is not None),
+        key=lambda name: float(first[name]["bits_per_value_quantized"]),
+    )
+    lines = ["", "## KL to the dense cache", "", "| cache | bits (q) | " + " | ".join(rows) + " |"]
+    lines += ["| --- " * (2 + len(rows)) + "|"]
+    for name in names:
+        cells = [f"{scores[name]['kl']:.5f}" for scores in rows.values()]
+        lines += [f"| `{name}` | {first[name]['bits_per_value_quantized']:.2f} | " + " | ".join(cells) + " |"]
+    return [*lines, "", f"Bits are those of {next(iter(rows))}."]
 
 
 def _markdown(measured: Sequence[ModelScores], report: Mapping[str, Any]) -> list[str]:
@@ -146,6 +187,8 @@ def _markdown(measured: Sequence[ModelScores], report: Mapping[str, Any]) -> lis
         "`bits` count everything that the cache of a 16-bit model holds, `(q)` the part stored as codes. Intervals "
         "are 95 % bootstrap intervals over windows. `diverges` is the median number of equal greedy tokens.",
     ]
+    if len(measured) > 1:
+        lines += _summary(measured)
     for models in measured:
         lines += ["", f"## {models.model}", ""]
         lines += ["| cache | bits | bits (q) | perplexity | ratio [95 %] | KL [95 %] | top-1 [95 %] | diverges |"]

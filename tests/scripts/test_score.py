@@ -133,7 +133,14 @@ def test_several_models_in_one_report(
     text = (out / "report.md").read_text()
     assert text.startswith("# Caches scored through the stored history\n\n![pareto](pareto.png)")
     assert "## tiny-llama" in text and "## other" in text and str(tmp_path) not in text
-    assert all((out / name).stat().st_size for name in ("pareto.png", "pareto.svg", "curves.png", "curves.svg"))
+    plots = ("pareto", "pareto_quantized", "pareto_perplexity", "pareto_top1", "curves")
+    assert all((out / f"{name}.{kind}").stat().st_size for name in plots for kind in ("png", "svg"))
+    summary = text[text.index("## KL to the dense cache") :].splitlines()
+    fewest, most = report["results"][2], report["results"][1]
+    assert summary[2] == "| cache | bits (q) | tiny-llama | other |"
+    for line, row in zip(summary[4:6], (fewest, most), strict=True):  # the smallest first, alike on equal weights
+        kl = f"{row['kl']:.5f}"
+        assert line == f"| `{row['quant']}` | {row['bits_per_value_quantized']:.2f} | {kl} | {kl} |"
 
     # The same weights under another name: nothing is scored twice, here or when the command is repeated.
     assert len((out / "chunks.jsonl").read_text().splitlines()) == 2 * (3 + 2)
