@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# Processes that share the tests; 0 runs them in one, which a debugger needs.
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -15,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo 'make demo            a real model answers with the dense cache and with two quantized ones (ARGS="--help")'
-	@echo 'make test            the whole test suite (ARGS="-k name" to select)'
+	@echo 'make test            the whole test suite (ARGS="-k name" to select, WORKERS=n processes)'
 	@echo 'make check           lint, format and types'
 	@echo 'make style           mend what ruff can mend'
 	@echo 'make bench           quality of all presets, speed of attention and of generation; JSON and plots in out/'
@@ -46,7 +48,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@$(BIN)/python scripts/get_model.py smollm2-135m
-	@HF_HUB_OFFLINE=1 KVQUANT_HF_REQUIRE_MODELS=smollm2-135m $(BIN)/python -m pytest -q $(ARGS)
+	@HF_HUB_OFFLINE=1 KVQUANT_HF_REQUIRE_MODELS=smollm2-135m $(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
 
 # pytest answers 5 where no test was selected.
 test-gpu: $(STAMP)
