@@ -3,7 +3,8 @@
 import torch
 
 from kvquant_hf.quantizers.affine import AffineQuantizer
-from kvquant_hf.quantizers.base import QuantizedGroups, Quantizer
+from kvquant_hf.quantizers.base import Outliers, QuantizedGroups, Quantizer
+from kvquant_hf.quantizers.outliers import OutlierQuantizer, places_of
 from kvquant_hf.quantizers.promoted import PromotedQuantizer
 from kvquant_hf.quantizers.variance_normalized import VarianceNormalizedQuantizer
 from kvquant_hf.spec import QuantSpec
@@ -16,15 +17,20 @@ QUANTIZERS: dict[str, type[Quantizer]] = {
 
 def quantizer_of(spec: QuantSpec, partners: torch.Tensor | None = None) -> Quantizer:
     """The quantizer of some settings; `partners` is for `PromotedQuantizer`."""
+    if spec.outliers:
+        return OutlierQuantizer(spec)
     return PromotedQuantizer(spec, partners) if spec.promoted else QUANTIZERS[spec.method](spec)
 
 
 __all__ = [
     "QUANTIZERS",
     "AffineQuantizer",
+    "OutlierQuantizer",
+    "Outliers",
     "PromotedQuantizer",
     "QuantizedGroups",
     "Quantizer",
     "VarianceNormalizedQuantizer",
+    "places_of",
     "quantizer_of",
 ]
