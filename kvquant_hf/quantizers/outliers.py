@@ -41,7 +41,8 @@ class OutlierQuantizer:
         """Codes of blocks `[..., rows, length]`, see `Quantizer.quantize`."""
         plain, entries = self._plain, rows.shape[-2] * rows.shape[-1]
         fitted = rows if range_rows is None else range_rows
-        exact, nearest = self._split(torch.nan_to_num(fitted), self._spec.num_outliers(entries))
+        finite = torch.nan_to_num(fitted, nan=torch.finfo(fitted.dtype).max)
+        exact, nearest = self._split(finite, self._spec.num_outliers(entries))
         places = exact.flatten(-2).nonzero()[:, -1].view(*rows.shape[:-2], -1)
         outliers = Outliers(_stored_places(places, entries), _stored_values(rows.flatten(-2).gather(-1, places)))
         scale, zero_point = plain.fit(plain.grouped(torch.where(exact, nearest, fitted)))
