@@ -14,9 +14,11 @@ PROMOTED_SHARES = (0.0, 0.125, 0.25, 0.5)
 OUTLIER_SHARES = (0.0, 0.005, 0.01, 0.02)
 # Bits that a promoted channel has more than the others.
 EXTRA_BITS = 2
-METHODS = ("affine", "variance_normalized")
+METHODS = ("affine", "innerq", "variance_normalized")
 # Methods that treat a block as a tile of tokens and channels, and store a factor along its rows.
 _TILE_METHODS = ("variance_normalized",)
+# Tokens that share the factors of InnerQ's keys, at most, and in groups: 16 bits a channel, spread over them.
+_INNER_TOKENS, _INNER_GROUPS = 128, 4
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,12 @@ class QuantSpec:
             undoes it on reading (QuaRot, arXiv 2404.00456 section 4).
         method: Quantizer, a name in `kvquant_hf.quantizers.QUANTIZERS`: `affine`, or `variance_normalized`, which
             first brings channels and tokens of a tile to equal spread (KVarN, arXiv 2606.03458). Its tiles have at
-            least `group_size` tokens.
+            least `group_size` tokens. `innerq` (InnerQ, arXiv 2602.23200) is meant for keys `per_token`, whose channels
+            it normalizes in blocks of four groups' lengths but at most 128 tokens, with values `per_channel`; its codes
+            are a sign and a magnitude if `symmetric`, else each group is the better of that and codes with a zero
+            point (the paper's hybrid).
         symmetric: Codes evenly about zero, at odd multiples of half a scale, with no zero point to store. Pays for
-            values in the Hadamard basis, whose mean is zero.
+            values in the Hadamard basis, whose mean is zero. `innerq` has its own: zero is one of the levels.
         clip: Range of a group: its minimum and maximum (`minmax`), or the shrunken range of least squared error
             (`mse`).
         promoted: Share of the channels of a block that get two more bits, those of widest range (Kitty, arXiv
@@ -104,12 +109,18 @@ class QuantSpec:
     @property
     def token_group(self) -> int:
         """Consecutive tokens that must be quantized together."""
+        if self._normalizes_channels:
+            return max(self.group_size, min(_INNER_TOKENS, _INNER_GROUPS * self.group_size))
         return self.group_size if self.granularity == "per_channel" or self.method in _TILE_METHODS else 1
+
+    @property
+    def _normalizes_channels(self) -> bool:
+        return self.method == "innerq" and self.granularity == "per_token"
 
     @property
     def has_factor(self) -> bool:
         """Whether blocks have a factor besides scales and zero points (`QuantizedGroups.factor`)."""
-        return self.is_quantized and self.method in _TILE_METHODS
+        return self.is_quantized and (self.method in _TILE_METHODS or self._normalizes_channels)
 
     def code_bits(self, head_dim: int) -> float:
         """Bits per value of the codes, mean over channels."""

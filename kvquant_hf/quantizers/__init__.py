@@ -4,6 +4,7 @@ import torch
 
 from kvquant_hf.quantizers.affine import AffineQuantizer
 from kvquant_hf.quantizers.base import Outliers, QuantizedGroups, Quantizer
+from kvquant_hf.quantizers.innerq import InnerQuantizer
 from kvquant_hf.quantizers.outliers import OutlierQuantizer, places_of
 from kvquant_hf.quantizers.promoted import PromotedQuantizer
 from kvquant_hf.quantizers.variance_normalized import VarianceNormalizedQuantizer
@@ -11,6 +12,7 @@ from kvquant_hf.spec import QuantSpec
 
 QUANTIZERS: dict[str, type[Quantizer]] = {
     "affine": AffineQuantizer,
+    "innerq": InnerQuantizer,
     "variance_normalized": VarianceNormalizedQuantizer,
 }
 
@@ -25,6 +27,7 @@ def quantizer_of(spec: QuantSpec, partners: torch.Tensor | None = None) -> Quant
 __all__ = [
     "QUANTIZERS",
     "AffineQuantizer",
+    "InnerQuantizer",
     "OutlierQuantizer",
     "Outliers",
     "PromotedQuantizer",

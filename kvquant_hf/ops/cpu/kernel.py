@@ -35,12 +35,15 @@ def _obstacle(view: "KVView") -> str | None:
         return f"tensors on {view.device.type}"
     if view.key_dtype != view.value_dtype or view.key_dtype not in ELEMENT_KINDS:
         return f"keys in {view.key_dtype} and values in {view.value_dtype}"
+    for spec in (key, value):
+        if spec.is_quantized and spec.method == "innerq":
+            return "`method: innerq`"
+        if spec.outliers:
+            return "keys or values with `outliers`"
     if (key.is_quantized and key.granularity != "per_channel") or (
         value.is_quantized and value.granularity != "per_token"
     ):
         return f"keys {key.granularity} and values {value.granularity}"
-    if key.outliers or value.outliers:
-        return "keys or values with `outliers`"
     head_dim, value_dim = view.key_shape[3], view.value_shape[3]
     if head_dim % 16 or value_dim % 16 or max(head_dim, value_dim) > 256:
         return f"head sizes {head_dim} and {value_dim} (multiples of 16 up to 256)"
