@@ -37,10 +37,10 @@ class QuantSpec:
             undoes it on reading (QuaRot, arXiv 2404.00456 section 4).
         method: Quantizer, a name in `kvquant_hf.quantizers.QUANTIZERS`: `affine`, or `variance_normalized`, which
             first brings channels and tokens of a tile to equal spread (KVarN, arXiv 2606.03458). Its tiles have at
-            least `group_size` tokens. `innerq` (InnerQ, arXiv 2602.23200) is meant for keys `per_token`, whose channels
-            it normalizes in blocks of four groups' lengths but at most 128 tokens, with values `per_channel`; its codes
-            are a sign and a magnitude if `symmetric`, else each group is the better of that and codes with a zero
-            point (the paper's hybrid).
+            least `group_size` tokens. `innerq` (InnerQ, arXiv 2602.23200) is meant for keys `per_token`, whose
+            channels it normalizes in blocks of four times `group_size` tokens (at most 128), with values
+            `per_channel`; its codes are a sign and a magnitude if `symmetric`, else each group is the better of that
+            and codes with a zero point (the paper's hybrid).
         symmetric: Codes evenly about zero, at odd multiples of half a scale, with no zero point to store. Pays for
             values in the Hadamard basis, whose mean is zero. `innerq` has its own: zero is one of the levels.
         clip: Range of a group: its minimum and maximum (`minmax`), or the shrunken range of least squared error

@@ -8,7 +8,7 @@ import torch
 from kvquant_hf.blocks import PARTS, STATE_PARTS, BlockLayout, EncodedBlocks
 from kvquant_hf.buffers import GROWTH_SHARE, TensorMap, with_capacity
 from kvquant_hf.packing import PlanarLayout
-from kvquant_hf.quantizers import Outliers, QuantizedGroups, Quantizer, places_of, quantizer_of
+from kvquant_hf.quantizers import Outliers, QuantizedGroups, Quantizer, check_places, quantizer_of
 from kvquant_hf.rotation import hadamard
 from kvquant_hf.spec import EXTRA_BITS, QuantSpec
 
@@ -21,8 +21,8 @@ class BlockStore:
     Per-channel codes are stored `[B, H, N, D, bytes]` with the tokens of a channel side by side, per-token codes
     `[B, H, N, L, bytes]` with the channels of a token side by side; scales and zero points `[…, groups]` likewise,
     factors `[B, H, N, L]` (per-channel codes) or `[B, H, N, D]` (per-token codes). Of promoted channels the low two
-    bits lie apart, `[B, H, N, P, L / 4]`, beside the channels' numbers `[B, H, N, P]`; of outliers places and values, `[B, H, N, K]` each. Unquantized blocks (16 bits)
-    are `[B, H, N, L, D]` in the model's dtype.
+    bits lie apart, `[B, H, N, P, L / 4]`, beside the channels' numbers `[B, H, N, P]`; of outliers
+    places and values, `[B, H, N, K]` each. Unquantized blocks (16 bits) are `[B, H, N, L, D]` in the model's dtype.
 
     Args:
         spec: How the tensor is stored.
@@ -303,10 +303,8 @@ class BlockStore:
             channels = state["promoted"].long()
             if int(channels.max()) >= self.head_dim or bool((channels.diff(dim=-1) <= 0).any()):
                 raise ValueError(f"stored `promoted` must be ascending channels below {self.head_dim}.")
-        if "outlier_index" in state and state["outlier_index"].numel():
-            places = places_of(state["outlier_index"])
-            if int(places.min()) < 0 or int(places.max()) >= entries or bool((places.diff(dim=-1) <= 0).any()):
-                raise ValueError(f"stored `outlier_index` must be ascending places below {entries}.")
+        if "outlier_index" in state:
+            check_places(state["outlier_index"], entries)
 
 
 def _along(channels: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:

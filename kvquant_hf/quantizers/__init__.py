@@ -5,7 +5,7 @@ import torch
 from kvquant_hf.quantizers.affine import AffineQuantizer
 from kvquant_hf.quantizers.base import Outliers, QuantizedGroups, Quantizer
 from kvquant_hf.quantizers.innerq import InnerQuantizer
-from kvquant_hf.quantizers.outliers import OutlierQuantizer, places_of
+from kvquant_hf.quantizers.outliers import OutlierQuantizer, check_places, places_of
 from kvquant_hf.quantizers.promoted import PromotedQuantizer
 from kvquant_hf.quantizers.variance_normalized import VarianceNormalizedQuantizer
 from kvquant_hf.spec import QuantSpec
@@ -34,6 +34,7 @@ __all__ = [
     "QuantizedGroups",
     "Quantizer",
     "VarianceNormalizedQuantizer",
+    "check_places",
     "places_of",
     "quantizer_of",
 ]

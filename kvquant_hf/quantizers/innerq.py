@@ -19,8 +19,8 @@ class InnerQuantizer:
     """Codes of groups that one scale serves along the sum of a product, after a normalization of key channels.
 
     InnerQ (arXiv 2602.23200) groups keys along the channels of a token, which `q · K` sums over, and values along the
-    tokens of a channel, which `p · V` sums over: `granularity` `per_token` for keys, `per_channel` for values. A kernel
-    then multiplies one partial sum by a scale instead of every element.
+    tokens of a channel, which `p · V` sums over: `granularity` `per_token` for keys, `per_channel` for values. One
+    partial sum is then multiplied by a scale instead of every element.
 
     Per-token groups, whose channels differ in size, are divided by `n_c = sqrt(max_t |x[t, c]|)` first, the factor of
     channel `c` in a block (the paper takes it from the first tokens and keeps it). Per-channel groups have no factor,
@@ -103,7 +103,8 @@ class Hybrid(AffineQuantizer):
 
     def _values(self, codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None) -> torch.Tensor:
         size, shifted = scale.abs(), scale.signbit()[..., None]
-        return torch.where(shifted, self._shifted._values(codes, size, zero_point), self._even._values(codes, size, None))
+        even = self._even._values(codes, size, None)
+        return torch.where(shifted, self._shifted._values(codes, size, zero_point), even)
 
 
 def channel_factors(blocks: torch.Tensor) -> torch.Tensor:

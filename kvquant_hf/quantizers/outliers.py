@@ -106,12 +106,23 @@ def places_of(index: torch.Tensor) -> torch.Tensor:
     return index.long() & (_SHORT_PLACES - 1) if index.dtype == torch.int16 else index.long()
 
 
+def check_places(index: torch.Tensor, entries: int) -> None:
+    """Raise unless stored places `[..., K]` are those of outliers of blocks of so many entries.
+
+    Raises:
+        ValueError: They are not.
+    """
+    places = places_of(index)
+    if bool((places < 0).any()) or bool((places >= entries).any()) or bool((places.diff(dim=-1) <= 0).any()):
+        raise ValueError(f"stored `outlier_index` must be ascending places below {entries}.")
+
+
 def _stored_places(places: torch.Tensor, entries: int) -> torch.Tensor:
     return places.to(torch.int16 if entries <= _SHORT_PLACES else torch.int32)
 
 
 def _stored_values(values: torch.Tensor) -> torch.Tensor:
-    """Outliers `[..., K]` in float16, or in float32 where a block needs it; rounded in the other blocks all the same."""
+    """Outliers `[..., K]` in float16; in float32 if a block needs it, the others rounded all the same."""
     size = values.abs()
     largest = size.amax(-1, keepdim=True)
     wide = (size > _HALF_MAX).any(-1, keepdim=True) | ((largest > 0) & (largest < _HALF_TINY))
@@ -123,8 +134,8 @@ def _spans(ranked: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.T
     """Ranges that are left to groups when `j = 0 … J` entries are taken from them.
 
     Args:
-        ranked: `[..., n]`, ascending: entries, of which any may be taken from both ends; sizes if symmetric, of which
-            the largest are taken.
+        ranked: `[..., n]`, ascending: entries, or their sizes if symmetric.
+        symmetric: Whether only the largest are taken, or entries from both ends.
 
     Returns:
         The narrowest ranges, `[..., J + 1]`, float64, whose squares are finite; how many of the `j` entries are taken

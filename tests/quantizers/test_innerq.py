@@ -281,7 +281,9 @@ def test_caches_hold_what_they_report_and_come_back_from_files(model, tmp_path):
         assert torch.equal(forward(model, token, back), forward(model, token, cache))
 
 
-@pytest.mark.parametrize("sides", [QUANT, {"key": {"method": "innerq"}, "residual_length": 16}], ids=["inner", "outer"])
+@pytest.mark.parametrize(
+    "sides", [QUANT, {"key": {"method": "innerq"}, "residual_length": 16}], ids=["inner", "outer"]
+)
 def test_fast_backends_refuse_by_name_and_auto_reads_through_torch(model, sides):
     logits = {}
     for backend in ("auto", "torch"):

@@ -83,9 +83,7 @@ def least_total(curves: list[list[float]], count: int) -> float:
     """Least sum of one number of each curve whose places add up to `count`, by dynamic programming."""
     best = [0.0] + [float("inf")] * count
     for curve in curves:
-        best = [
-            min(best[have - j] + cost for j, cost in enumerate(curve) if j <= have) for have in range(count + 1)
-        ]
+        best = [min(best[have - j] + cost for j, cost in enumerate(curve) if j <= have) for have in range(count + 1)]
     return best[count]
 
 
@@ -250,7 +248,7 @@ def test_undefined_and_huge_numbers_are_outliers_and_spread_nowhere(bad, symmetr
     rows = heavy(1, 16, 64)
     rows[0, 5, 7] = bad
     values, groups = round_trip(rows, nbits=4, outliers=0.01, symmetric=symmetric)
-    assert torch.equal(values[0, 5, 7], rows[0, 5, 7]) or bad != bad and values[0, 5, 7].isnan()
+    assert torch.equal(values[0, 5, 7], rows[0, 5, 7]) or (bad != bad and values[0, 5, 7].isnan())
     assert groups.scale.dtype == torch.float16
     values[0, 5, 7] = rows[0, 5, 7] = 0.0
     assert (values - rows).abs().max() < 0.1 * rows.abs().max()
