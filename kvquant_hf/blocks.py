@@ -7,10 +7,10 @@ import torch
 from kvquant_hf.quantizers import QuantizedGroups
 
 # The tensors that blocks consist of; which of them there are depends on the layout and the settings.
-PARTS = ("codes", "scale", "zero_point", "metadata", "factor", "extra", "promoted")
+PARTS = ("codes", "scale", "zero_point", "metadata", "factor", "extra", "promoted", "outlier_index", "outlier_value")
 
 # Those of the common layout, which files hold.
-STATE_PARTS = ("codes", "scale", "zero_point", "factor", "extra", "promoted")
+STATE_PARTS = ("codes", "scale", "zero_point", "factor", "extra", "promoted", "outlier_index", "outlier_value")
 
 
 class EncodedBlocks:
@@ -18,7 +18,7 @@ class EncodedBlocks:
 
     `codes`, with `scale` and `zero_point` where there are any, or with `metadata` in a layout that keeps both in one;
     `factor` where the method has one; `extra` and `promoted`, the low bits and the numbers of promoted channels, where
-    there are any.
+    there are any; `outlier_index` and `outlier_value` likewise of outliers.
     """
 
     __slots__ = PARTS
@@ -32,9 +32,12 @@ class EncodedBlocks:
         factor: torch.Tensor | None = None,
         extra: torch.Tensor | None = None,
         promoted: torch.Tensor | None = None,
+        outlier_index: torch.Tensor | None = None,
+        outlier_value: torch.Tensor | None = None,
     ) -> None:
         self.codes, self.scale, self.zero_point, self.metadata = codes, scale, zero_point, metadata
         self.factor, self.extra, self.promoted = factor, extra, promoted
+        self.outlier_index, self.outlier_value = outlier_index, outlier_value
 
 
 class BlockLayout(Protocol):

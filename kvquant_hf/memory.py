@@ -12,7 +12,7 @@ class MemoryReport:
 
     Attributes:
         codes: Packed codes (and unquantized blocks where `nbits` is 16), bytes.
-        scales: Scales, and factors of methods that have them, bytes.
+        scales: Scales, and factors and outliers of methods that have them, bytes.
         zero_points: Zero points, bytes.
         sinks: Attention sinks, bytes.
         residual: Exact tokens of the residual windows, bytes.

@@ -11,11 +11,14 @@ ROPE_ORDERS = ("pre", "post")
 ROTATIONS = ("none", "hadamard")
 CLIPS = ("minmax", "mse")
 PROMOTED_SHARES = (0.0, 0.125, 0.25, 0.5)
+OUTLIER_SHARES = (0.0, 0.005, 0.01, 0.02)
 # Bits that a promoted channel has more than the others.
 EXTRA_BITS = 2
-METHODS = ("affine", "variance_normalized")
+METHODS = ("affine", "innerq", "variance_normalized")
 # Methods that treat a block as a tile of tokens and channels, and store a factor along its rows.
 _TILE_METHODS = ("variance_normalized",)
+# Tokens that share the factors of InnerQ's keys, at most, and in groups: 16 bits a channel, spread over them.
+_INNER_TOKENS, _INNER_GROUPS = 128, 4
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,19 @@ class QuantSpec:
             undoes it on reading (QuaRot, arXiv 2404.00456 section 4).
         method: Quantizer, a name in `kvquant_hf.quantizers.QUANTIZERS`: `affine`, or `variance_normalized`, which
             first brings channels and tokens of a tile to equal spread (KVarN, arXiv 2606.03458). Its tiles have at
-            least `group_size` tokens.
+            least `group_size` tokens. `innerq` (InnerQ, arXiv 2602.23200) is meant for keys `per_token`, whose
+            channels it normalizes in blocks of four times `group_size` tokens (at most 128), with values
+            `per_channel`; its codes are a sign and a magnitude if `symmetric`, else each group is the better of that
+            and codes with a zero point (the paper's hybrid).
         symmetric: Codes evenly about zero, at odd multiples of half a scale, with no zero point to store. Pays for
-            values in the Hadamard basis, whose mean is zero.
+            values in the Hadamard basis, whose mean is zero. `innerq` has its own: zero is one of the levels.
         clip: Range of a group: its minimum and maximum (`minmax`), or the shrunken range of least squared error
             (`mse`).
         promoted: Share of the channels of a block that get two more bits, those of widest range (Kitty, arXiv
             2511.18643). For affine, asymmetric codes per channel of 2 to 4 bits.
+        outliers: Share of the entries of a block that are kept exact beside the codes and widen no range: those whose
+            absence narrows the ranges of the block most (KVQuant, arXiv 2401.18079 section 3.4). For affine codes
+            without promoted channels.
     """
 
     nbits: int = 4
@@ -52,6 +61,7 @@ class QuantSpec:
     symmetric: bool = False
     clip: str = "minmax"
     promoted: float = 0.0
+    outliers: float = 0.0
 
     def __post_init__(self) -> None:
         check_choice("nbits", self.nbits, NBITS)
@@ -62,24 +72,34 @@ class QuantSpec:
         check_choice("method", self.method, METHODS)
         check_choice("symmetric", self.symmetric, (False, True))
         check_choice("clip", self.clip, CLIPS)
-        if self.promoted == 0 and not isinstance(self.promoted, bool):
-            object.__setattr__(self, "promoted", 0.0)  # YAML reads 0 as an integer
+        for name in ("promoted", "outliers"):
+            share = getattr(self, name)
+            if share == 0 and not isinstance(share, bool):
+                object.__setattr__(self, name, 0.0)  # YAML reads 0 as an integer
         check_choice("promoted", self.promoted, PROMOTED_SHARES)
-        if self.promoted:
-            self._check_promotion()
+        check_choice("outliers", self.outliers, OUTLIER_SHARES)
+        plain = {"granularity": ("per_channel",), "method": ("affine",), "symmetric": (False,), "nbits": (2, 3, 4)}
+        self._check_share("promoted", plain)
+        self._check_share("outliers", {"method": ("affine",), "promoted": (0.0,), "nbits": (2, 3, 4, 8)})
 
-    def _check_promotion(self) -> None:
-        allowed = {"granularity": ("per_channel",), "method": ("affine",), "symmetric": (False,), "nbits": (2, 3, 4)}
+    def _check_share(self, share: str, allowed: dict[str, tuple[object, ...]]) -> None:
+        """Raise if a share is not 0 and another setting is none of those that it goes with."""
+        if not getattr(self, share):
+            return
         for name, choices in allowed.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
-                    f"`promoted` must be 0 unless `{name}` is one of {choices}, got promoted={self.promoted} and "
+                    f"`{share}` must be 0 unless `{name}` is one of {choices}, got {share}={getattr(self, share)} and "
                     f"{name}={getattr(self, name)!r}."
                 )
 
     def num_promoted(self, head_dim: int) -> int:
         """Channels of a head that get more bits: an even number, at least two if any."""
         return 2 * max(1, int(self.promoted * head_dim / 2)) if self.promoted else 0
+
+    def num_outliers(self, entries: int) -> int:
+        """Entries kept exact in a block of one head that has so many: at least one if any."""
+        return max(1, round(self.outliers * entries)) if self.outliers else 0
 
     @property
     def is_quantized(self) -> bool:
@@ -89,19 +109,26 @@ class QuantSpec:
     @property
     def token_group(self) -> int:
         """Consecutive tokens that must be quantized together."""
+        if self._normalizes_channels:
+            return max(self.group_size, min(_INNER_TOKENS, _INNER_GROUPS * self.group_size))
         return self.group_size if self.granularity == "per_channel" or self.method in _TILE_METHODS else 1
+
+    @property
+    def _normalizes_channels(self) -> bool:
+        return self.method == "innerq" and self.granularity == "per_token"
 
     @property
     def has_factor(self) -> bool:
         """Whether blocks have a factor besides scales and zero points (`QuantizedGroups.factor`)."""
-        return self.is_quantized and self.method in _TILE_METHODS
+        return self.is_quantized and (self.method in _TILE_METHODS or self._normalizes_channels)
 
     def code_bits(self, head_dim: int) -> float:
         """Bits per value of the codes, mean over channels."""
         return self.nbits + EXTRA_BITS * self.num_promoted(head_dim) / head_dim
 
     def metadata_bits(self, head_dim: int, block_length: int | None = None) -> float:
-        """Bits per value spent on 16-bit scales, zero points and factors, and on the numbers of promoted channels.
+        """Bits per value spent on 16-bit scales, zero points and factors, on the numbers of promoted channels, and on
+        outliers (16 bits for each value and each position).
 
         Args:
             head_dim: Size of a key or value.
@@ -110,11 +137,13 @@ class QuantSpec:
         if not self.is_quantized:
             return 0.0
         words = 1 if self.symmetric else 2
+        entries = head_dim * (block_length or self.token_group)
+        outliers = 32.0 * self.num_outliers(entries) / entries
         if self.granularity == "per_channel":
             numbers = 8.0 * self.num_promoted(head_dim) / head_dim / (block_length or self.token_group)
-            return 16.0 * words / self.group_size + 16.0 * self.has_factor / head_dim + numbers
+            return 16.0 * words / self.group_size + 16.0 * self.has_factor / head_dim + numbers + outliers
         factor = 16.0 * self.has_factor / (block_length or self.token_group)
-        return 16.0 * words * -(-head_dim // self.group_size) / head_dim + factor
+        return 16.0 * words * -(-head_dim // self.group_size) / head_dim + factor + outliers
 
     def bits_per_value(self, head_dim: int, block_length: int | None = None) -> float:
         """Bits of a stored value, metadata included; 16 for what is stored as it is. Arguments as above."""
@@ -125,6 +154,7 @@ class QuantSpec:
             return "16-bit, as is"
         parts = [f"{self.nbits}-bit {self.granularity}", f"group {self.group_size}"]
         parts += [f"{self.promoted:.1%} of channels {self.nbits + EXTRA_BITS}-bit"] * bool(self.promoted)
+        parts += [f"{self.outliers:.1%} of entries exact"] * bool(self.outliers)
         parts += [self.method] * (self.method != "affine")
         parts += ["symmetric"] * self.symmetric
         parts += [f"clip {self.clip}"] * (self.clip != "minmax")

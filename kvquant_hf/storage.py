@@ -8,7 +8,7 @@ import torch
 from kvquant_hf.blocks import PARTS, STATE_PARTS, BlockLayout, EncodedBlocks
 from kvquant_hf.buffers import GROWTH_SHARE, TensorMap, with_capacity
 from kvquant_hf.packing import PlanarLayout
-from kvquant_hf.quantizers import QuantizedGroups, Quantizer, quantizer_of
+from kvquant_hf.quantizers import Outliers, QuantizedGroups, Quantizer, check_places, quantizer_of
 from kvquant_hf.rotation import hadamard
 from kvquant_hf.spec import EXTRA_BITS, QuantSpec
 
@@ -21,8 +21,8 @@ class BlockStore:
     Per-channel codes are stored `[B, H, N, D, bytes]` with the tokens of a channel side by side, per-token codes
     `[B, H, N, L, bytes]` with the channels of a token side by side; scales and zero points `[…, groups]` likewise,
     factors `[B, H, N, L]` (per-channel codes) or `[B, H, N, D]` (per-token codes). Of promoted channels the low two
-    bits lie apart, `[B, H, N, P, L / 4]`, beside the channels' numbers `[B, H, N, P]`. Unquantized blocks (16 bits)
-    are `[B, H, N, L, D]` in the model's dtype.
+    bits lie apart, `[B, H, N, P, L / 4]`, beside the channels' numbers `[B, H, N, P]`; of outliers
+    places and values, `[B, H, N, K]` each. Unquantized blocks (16 bits) are `[B, H, N, L, D]` in the model's dtype.
 
     Args:
         spec: How the tensor is stored.
@@ -62,6 +62,8 @@ class BlockStore:
         self.factor: torch.Tensor | None = None
         self.extra: torch.Tensor | None = None
         self.promoted: torch.Tensor | None = None
+        self.outlier_index: torch.Tensor | None = None
+        self.outlier_value: torch.Tensor | None = None
         self.own_layout = own_layout if spec.is_quantized else None
         self._left: BlockLayout | None = None
         self._quantizer: Quantizer | None = quantizer_of(spec, partners) if spec.is_quantized else None
@@ -101,7 +103,8 @@ class BlockStore:
             codes = codes.scatter(-2, index, whole >> EXTRA_BITS)
             extra = self._extra_layout.pack(whole & (2**EXTRA_BITS - 1))
         packed, parameters = self.layout.pack(codes), (groups.scale, groups.zero_point)
-        return EncodedBlocks(packed, *parameters, None, groups.factor, extra, groups.promoted)
+        outliers = groups.outliers or (None, None)
+        return EncodedBlocks(packed, *parameters, None, groups.factor, extra, groups.promoted, *outliers)
 
     def _rows(self, blocks: torch.Tensor) -> torch.Tensor:
         if self.spec.rotation == "hadamard":
@@ -189,7 +192,10 @@ class BlockStore:
             index = _along(promoted, unpacked)
             low = self._extra_layout.unpack(self.extra[:, :, first:last])
             unpacked = unpacked.scatter(-2, index, (unpacked.gather(-2, index) << EXTRA_BITS) | low)
-        return QuantizedGroups(unpacked, self.scale[:, :, first:last], zero_point, factor, promoted)
+        outliers = None
+        if self.outlier_index is not None and self.outlier_value is not None:
+            outliers = Outliers(self.outlier_index[:, :, first:last], self.outlier_value[:, :, first:last])
+        return QuantizedGroups(unpacked, self.scale[:, :, first:last], zero_point, factor, promoted, outliers)
 
     # ---- acting on everything stored ---------------------------------------------------------------------------
 
@@ -216,11 +222,12 @@ class BlockStore:
         return [tensor for name in PARTS if (tensor := getattr(self, name)) is not None]
 
     def bytes_by_part(self) -> dict[str, int]:
-        """Bytes in use by `codes`, `scales` (factors among them) and `zero_points`, and `unused` ones."""
+        """Bytes in use by `codes`, `scales` (factors and outliers among them) and `zero_points`, and `unused` ones."""
         parts = {"codes": 0, "scales": 0, "zero_points": 0, "unused": 0}
         words = ("scales",) if self.spec.symmetric else ("scales", "zero_points")
         shares = {"codes": ("codes",), "scale": ("scales",), "zero_point": ("zero_points",), "metadata": words}
         shares |= {"factor": ("scales",), "promoted": ("scales",), "extra": ("codes",)}
+        shares |= {"outlier_index": ("scales",), "outlier_value": ("scales",)}
         for name in PARTS:
             tensor = getattr(self, name)
             if tensor is not None:
@@ -257,6 +264,8 @@ class BlockStore:
             factor=state.get("factor"),
             extra=state.get("extra"),
             promoted=state.get("promoted"),
+            outlier_index=state.get("outlier_index"),
+            outlier_value=state.get("outlier_value"),
         )
         if self.own_layout is not None and self.layout is not None and encoded.scale is not None:
             codes = self.layout.unpack(encoded.codes)
@@ -273,6 +282,7 @@ class BlockStore:
             expected |= {"scale"} if self.spec.symmetric else {"scale", "zero_point"}
             expected |= {"factor"} if self.spec.has_factor else set()
             expected |= {"extra", "promoted"} if self.spec.promoted else set()
+            expected |= {"outlier_index", "outlier_value"} if self.spec.outliers else set()
         if set(state) != expected:
             raise ValueError(f"stored blocks must have the tensors {sorted(expected)}, got {sorted(state)}.")
         lead = state["codes"].shape[:3]
@@ -282,6 +292,8 @@ class BlockStore:
         promoted = self.spec.num_promoted(self.head_dim)
         shapes: dict[str, tuple[int, ...]] = {"codes": codes, "factor": (row,), "promoted": (promoted,)}
         shapes["extra"] = (promoted, self._extra_layout.num_bytes)
+        entries = self.block_length * self.head_dim
+        shapes |= dict.fromkeys(("outlier_index", "outlier_value"), (self.spec.num_outliers(entries),))
         groups = (rows, -(-row // self.spec.group_size))
         for name, tensor in state.items():
             shape = tuple(lead) + shapes.get(name, groups)
@@ -291,6 +303,8 @@ class BlockStore:
             channels = state["promoted"].long()
             if int(channels.max()) >= self.head_dim or bool((channels.diff(dim=-1) <= 0).any()):
                 raise ValueError(f"stored `promoted` must be ascending channels below {self.head_dim}.")
+        if "outlier_index" in state:
+            check_places(state["outlier_index"], entries)
 
 
 def _along(channels: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from kvquant_hf.spec import GROUP_SIZES, METHODS, NBITS
 
 PRESETS = [
     "dense",
+    "innerq3",
     "k2pv2",
     "k2pv3",
     "k2v2",
@@ -26,6 +27,8 @@ PRESETS = [
     "k8v8",
     "kivi-int2",
     "kivi-int4",
+    "kvquant2",
+    "kvquant3",
 ]
 
 
@@ -161,7 +164,7 @@ def test_kivi_presets_have_the_settings_of_the_paper():
 
 
 def test_an_unknown_preset_is_answered_with_all_of_them():
-    with pytest.raises(ValueError, match=r"dense, k2pv2, .*got 'k4v5'\. Did you mean 'k4v4'"):
+    with pytest.raises(ValueError, match=r"dense, innerq3, k2pv2, .*got 'k4v5'\. Did you mean 'k4v4'"):
         KVQuantConfig.from_preset("k4v5")
 
 

@@ -79,6 +79,17 @@ STATES = {
             value={"method": "variance_normalized", "rotation": "hadamard"},
         ),
     ),
+    "outliers": _fill(100, settings(3, 2, key={"outliers": 0.02}, value={"outliers": 0.01, "rotation": "hadamard"})),
+    "innerq": _fill(
+        100,
+        settings(
+            3,
+            2,
+            residual=0,
+            key={"granularity": "per_token", "method": "innerq", "symmetric": True},
+            value={"granularity": "per_channel", "method": "innerq"},
+        ),
+    ),
     "lossless": _fill(100, LOSSLESS["16-bit"]),
 }
 

@@ -16,6 +16,8 @@ SETTINGS = {
     "kivi-int2": {"residual_length": 16},
     "dense": {},
     "factors": {"residual_length": 16} | {side: {"method": "variance_normalized"} for side in ("key", "value")},
+    "outliers": {"residual_length": 16} | {side: {"outliers": 0.01} for side in ("key", "value")},
+    "innerq3": {"residual_length": 0, "sink_length": 0},
 }
 
 

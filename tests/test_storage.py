@@ -25,6 +25,13 @@ SPECS += [
     for granularity in ("per_channel", "per_token")
     for rotation, symmetric in (("none", False), ("hadamard", True))
 ]
+SPECS += [
+    QuantSpec(nbits, granularity, 16, symmetric=symmetric, **method)
+    for nbits in (2, 8)
+    for granularity in ("per_channel", "per_token")
+    for symmetric in (False, True)
+    for method in ({"method": "innerq"}, {"outliers": 0.02})
+]
 SPECS += [QuantSpec(nbits=16)]
 
 
@@ -62,8 +69,8 @@ def test_reported_bytes_are_the_storages(spec):
     store = BlockStore(spec, L, 32, torch.bfloat16)
     for i in range(9):
         store.append(store.encode(blocks_of(1, 32, seed=i)))
-        parts = (store.codes, store.scale, store.zero_point, store.factor)
-        held = sum(t.untyped_storage().nbytes() for t in parts if t is not None)
+        parts = store.tensors()
+        held = sum(t.untyped_storage().nbytes() for t in parts)
         assert sum(store.bytes_by_part().values()) == held
     values = B * H * 9 * L * 32
     assert store.bytes_by_part()["codes"] == values * spec.nbits // 8

@@ -3,28 +3,38 @@
 import torch
 
 from kvquant_hf.quantizers.affine import AffineQuantizer
-from kvquant_hf.quantizers.base import QuantizedGroups, Quantizer
+from kvquant_hf.quantizers.base import Outliers, QuantizedGroups, Quantizer
+from kvquant_hf.quantizers.innerq import InnerQuantizer
+from kvquant_hf.quantizers.outliers import OutlierQuantizer, check_places, places_of
 from kvquant_hf.quantizers.promoted import PromotedQuantizer
 from kvquant_hf.quantizers.variance_normalized import VarianceNormalizedQuantizer
 from kvquant_hf.spec import QuantSpec
 
 QUANTIZERS: dict[str, type[Quantizer]] = {
     "affine": AffineQuantizer,
+    "innerq": InnerQuantizer,
     "variance_normalized": VarianceNormalizedQuantizer,
 }
 
 
 def quantizer_of(spec: QuantSpec, partners: torch.Tensor | None = None) -> Quantizer:
     """The quantizer of some settings; `partners` is for `PromotedQuantizer`."""
+    if spec.outliers:
+        return OutlierQuantizer(spec)
     return PromotedQuantizer(spec, partners) if spec.promoted else QUANTIZERS[spec.method](spec)
 
 
 __all__ = [
     "QUANTIZERS",
     "AffineQuantizer",
+    "InnerQuantizer",
+    "OutlierQuantizer",
+    "Outliers",
     "PromotedQuantizer",
     "QuantizedGroups",
     "Quantizer",
     "VarianceNormalizedQuantizer",
+    "check_places",
+    "places_of",
     "quantizer_of",
 ]

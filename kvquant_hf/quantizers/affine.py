@@ -56,6 +56,7 @@ class AffineQuantizer:
         scale: torch.Tensor,
         zero_point: torch.Tensor | None,
         feedback: torch.Tensor | None = None,
+        exact: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Codes of groups, uint8.
 
@@ -65,11 +66,12 @@ class AffineQuantizer:
             scale: Stored scales, without the last dimension.
             zero_point: Likewise.
             feedback: See `Quantizer.quantize`.
+            exact: Like `groups`, bool: entries whose codes nobody reads, so that they have no error to feed back.
         """
         if feedback is None:
             limit = most if isinstance(most, int) else most[..., None, None]
             return self._codes(groups, scale, zero_point, limit).to(torch.uint8)
-        return self._codes_with_feedback(most, groups, scale, zero_point, feedback)
+        return self._codes_with_feedback(most, groups, scale, zero_point, feedback, exact)
 
     def dequantize(self, groups: QuantizedGroups) -> torch.Tensor:
         """Values of codes, see `Quantizer.dequantize`."""
@@ -164,6 +166,7 @@ class AffineQuantizer:
         scale: torch.Tensor,
         zero_point: torch.Tensor | None,
         feedback: torch.Tensor,
+        exact: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Codes of groups `[B, H, n, rows, groups, n]`, row after row, see `Quantizer.quantize`."""
         targets, codes = groups.clone(), torch.empty_like(groups, dtype=torch.uint8)
@@ -175,6 +178,8 @@ class AffineQuantizer:
             found = self._codes(targets[:, :, :, row], own_scale, own_zero, limit)
             codes[:, :, :, row] = found
             error = self._values(found, own_scale, own_zero).sub_(groups[:, :, :, row])
+            if exact is not None:
+                error.masked_fill_(exact[:, :, :, row], 0.0)
             # One row at a time: the order of the sums must not depend on how many blocks there are.
             targets[:, :, :, :row] -= feedback[:, :, row, :row] * error[:, :, :, None]
         return codes

@@ -1,12 +1,25 @@
 """What every quantizer offers."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 if TYPE_CHECKING:
     from kvquant_hf.spec import QuantSpec
+
+
+class Outliers(NamedTuple):
+    """Entries that are kept exact beside the codes.
+
+    Attributes:
+        index: `[..., K]`, ascending: `row · length + element` within a block. int16, read as unsigned, or int32 where
+            a block has more than 65,536 entries.
+        value: `[..., K]`, float16 or float32: the entries.
+    """
+
+    index: torch.Tensor
+    value: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -21,6 +34,7 @@ class QuantizedGroups:
         factor: `[..., length]`, one number per element of a row, the same for all rows of a block: per token for keys
             whose rows are channels, per channel for values whose rows are tokens. `None`: 1.
         promoted: `[..., P]`, uint8, ascending: rows whose codes have two more bits, below `2 ** (nbits + 2)`.
+        outliers: Entries that are these values, whatever their codes say.
     """
 
     codes: torch.Tensor
@@ -28,6 +42,7 @@ class QuantizedGroups:
     zero_point: torch.Tensor | None
     factor: torch.Tensor | None = None
     promoted: torch.Tensor | None = None
+    outliers: Outliers | None = None
 
 
 class Quantizer(Protocol):

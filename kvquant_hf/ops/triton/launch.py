@@ -29,6 +29,11 @@ def unsupported(view: "KVView") -> str | None:
     key, value = view.key_store, view.value_store
     if torch.float64 in (view.key_dtype, view.value_dtype):
         return "float64"
+    for spec in (key.spec, value.spec):
+        if spec.is_quantized and spec.method == "innerq":
+            return "`method: innerq`"
+        if spec.outliers:
+            return "keys or values with `outliers`"
     if key.spec.is_quantized and key.spec.granularity != "per_channel":
         return f"keys {key.spec.granularity}"
     if key.spec.is_quantized and key.spec.promoted:
