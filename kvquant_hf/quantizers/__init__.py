@@ -4,7 +4,7 @@ import torch
 
 from kvquant_hf.quantizers.affine import AffineQuantizer
 from kvquant_hf.quantizers.base import QuantizedGroups, Quantizer
-from kvquant_hf.quantizers.promoted import PromotedQuantizer
+from kvquant_hf.quantizers.promoted import PromotedQuantizer, along, join_codes, split_codes
 from kvquant_hf.quantizers.variance_normalized import VarianceNormalizedQuantizer
 from kvquant_hf.spec import QuantSpec
 
@@ -26,5 +26,8 @@ __all__ = [
     "QuantizedGroups",
     "Quantizer",
     "VarianceNormalizedQuantizer",
+    "along",
+    "join_codes",
     "quantizer_of",
+    "split_codes",
 ]
