@@ -22,18 +22,23 @@ from kvquant_hf.ops.triton.half2 import doubled_low, halves, mul2, planes
 def place_of_channel(channel, D: tl.constexpr, ROTARY: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr):
     """`(place, angle, is second of a pair, is rotated)` of channels; the inverse of `channel_of_place`."""
     window = channel - OFFSET
-    rotated = (window >= 0) & (window < ROTARY)
     if INTERLEAVED:
         half = window % 2
         angle = window // 2
     else:
         half = (window >= ROTARY // 2).to(tl.int32)
         angle = window - half * (ROTARY // 2)
-    passed = tl.where(channel < OFFSET, channel, channel - ROTARY)
-    passed_half = (passed >= (D - ROTARY) // 2).to(tl.int32)
-    passed_place = passed - passed_half * ((D - ROTARY) // 2) + passed_half * (D // 2) + ROTARY // 2
-    place = tl.where(rotated, half * (D // 2) + angle, passed_place)
-    return place, tl.where(rotated, angle, 0), half, rotated
+    place = half * (D // 2) + angle
+    # Masks that are known to be true cost nothing.
+    rotated = tl.full(channel.shape, True, tl.int1)
+    if ROTARY < D:
+        rotated = (window >= 0) & (window < ROTARY)
+        passed = tl.where(channel < OFFSET, channel, channel - ROTARY)
+        passed_half = (passed >= (D - ROTARY) // 2).to(tl.int32)
+        passed_place = passed - passed_half * ((D - ROTARY) // 2) + passed_half * (D // 2) + ROTARY // 2
+        place = tl.where(rotated, place, passed_place)
+        angle = tl.where(rotated, angle, 0)
+    return place, angle, half, rotated
 
 
 @triton.jit
@@ -92,7 +97,7 @@ def add_promoted(
 ):
     """Scores `[BN, GP]` of a whole tile, which lies within one block of `L` tokens, with the low parts added."""
     index = tl.arange(0, PP)
-    there = index < PROMOTED
+    there = index < PROMOTED if PROMOTED < PP else tl.full([PP], True, tl.int1)
     channel = tl.load(promoted + first_token // L * PROMOTED + index, mask=there, other=0).to(tl.int32)
     place, angle, half, rotated = place_of_channel(channel, D, ROTARY, OFFSET, INTERLEAVED)
     low = load_low_parts(metadata, extra, place, there, first_token, D, GROUP, PROMOTED, PP, L, BN, ASM)
