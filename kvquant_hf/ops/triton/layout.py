@@ -248,7 +248,7 @@ def _pack_low(low: torch.Tensor) -> torch.Tensor:
 
 def _unpack_low(words: torch.Tensor) -> torch.Tensor:
     """The inverse of `_pack_low`."""
-    codes = (words[..., None, None] >> _bits(EXTRA_BITS, words.device)[:, 0]) & (2**EXTRA_BITS - 1)
+    codes: torch.Tensor = (words[..., None, None] >> _bits(EXTRA_BITS, words.device)[:, 0]) & (2**EXTRA_BITS - 1)
     return codes.to(torch.uint8).flatten(-3)
 
 

@@ -254,7 +254,19 @@ def test_decode_against_the_twin(tokens, shape, device, monkeypatch):
     check(tokens, device, monkeypatch, **shape)
 
 
-BOTH = ("k2v2", "k3v3", "k8v8", "symmetric-k3v2", "d80-k2v3", "partial-interleaved", "padded", "gqa-16")
+BOTH = (
+    "k2v2",
+    "k3v3",
+    "k8v8",
+    "symmetric-k3v2",
+    "d80-k2v3",
+    "partial-interleaved",
+    "padded",
+    "gqa-16",
+    "promoted",
+    "promoted-post-rope",
+    "promoted-k3v2-group-16",
+)
 
 
 @pytest.mark.parametrize("name", BOTH)
