@@ -59,11 +59,12 @@ def example(
     undone: KeyRotation | None,
     dtype: torch.dtype = torch.bfloat16,
     padding: list[int] | None = None,
+    promoted: float = 0.0,
     **both: Any,
 ) -> tuple[torch.Tensor, QuantLayer]:
     """A query and a small layer with the shapes and strides of a real one."""
     config = KVQuantConfig(backend="triton").replace(
-        key={"nbits": nbits[0], **both}, value={"nbits": nbits[1], **both}
+        key={"nbits": nbits[0], "promoted": promoted, **both}, value={"nbits": nbits[1], **both}
     )
     layer = QuantLayer(config, undone)
     if padding is not None:
@@ -217,8 +218,8 @@ def cases(subset: bool) -> list[dict[str, Any]]:
     ]
 
 
-def variants() -> Iterator[tuple[str, Any, dict[str, Any], Launch]]:
-    """Name, kernel, arguments and launch of what the table leaves out: every branch that the compiler may reject."""
+def variants() -> Iterator[tuple[str, str, Any, dict[str, Any], Launch]]:
+    """Architecture, name, kernel, arguments and launch of what the table leaves out: every branch of the kernels."""
     from kvquant_hf.ops.triton.combine_kernel import combine_kernel
     from kvquant_hf.ops.triton.decode_kernel import decode_split_kernel
 
@@ -244,16 +245,18 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any], Launch]]:
             example(128, (4, 2), 4, rope(128, 128), group_size=128, method="variance_normalized"),
             None,
         ),
+        *((f"promoted {name}", case, None) for name, case in promoted_examples()),
     ]
     for name, (query, layer), mask in decodes:
         view = layer.view()
         launch = launch_parameters(query.shape[3], min(view.key_store.spec.nbits, view.value_store.spec.nbits), "90")
         _, arguments = launching.split_arguments(query, view, mask, 0.1, launch)
-        yield f"decode {name}", decode_split_kernel, arguments, launch
+        for arch in ("80", "90") if view.key_store.spec.promoted else ("90",):
+            yield arch, f"decode {name}", decode_split_kernel, arguments, launch
         if view.value_store.spec.rotation == "hadamard" or mask is additive:
             output = torch.empty(query.shape, dtype=query.dtype)
             found = launching.combine_arguments(arguments["partial"], arguments["partial_lse"], output, view)
-            yield f"combine {name}", combine_kernel, found, launch
+            yield "90", f"combine {name}", combine_kernel, found, launch
     states = torch.zeros(2, 8, 1024, 128, dtype=torch.bfloat16)
     for bits, symmetric, value_rotation in ((4, False, "hadamard"), (3, True, "none"), (2, False, "none")):
         _, layer = example(128, (bits, bits), 1, rope(128, 128), symmetric=symmetric)
@@ -262,19 +265,32 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any], Launch]]:
                 store.spec = replace(store.spec, rotation=value_rotation)
             _, arguments = quantizing.quantize_arguments(store, states, 4, rotation)
             launch = Launch(0, 0, 4, 1)
-            yield f"quantize {store.spec}", quantizing._kernel(store), arguments, launch
+            yield "90", f"quantize {store.spec}", quantizing._kernel(store), arguments, launch
 
 
-def compile_variants(arch: str) -> int:
+def promoted_examples() -> Iterator[tuple[str, tuple[torch.Tensor, QuantLayer]]]:
+    """Keys with promoted channels, all head sizes and widths among them."""
+    yield "d64 k2v2, a quarter, groups of 64", example(64, (2, 2), 4, rope(64, 64), promoted=0.25, group_size=64)
+    yield "d128 k2v3, half, groups of 64", example(128, (2, 3), 4, rope(128, 128), promoted=0.5, group_size=64)
+    yield "d128 k3v4, a quarter, 16 rows", example(128, (3, 4), 16, rope(128, 128), promoted=0.25, group_size=64)
+    yield "d128 k4v4, an eighth, post-RoPE", example(128, (4, 4), 4, None, promoted=0.125)
+    yield (
+        "d80 k3v2, partial RoPE, groups of 16",
+        example(80, (3, 2), 4, rope(80, 32, 8, "interleaved"), torch.float16, promoted=0.25, group_size=16),
+    )
+    yield "d256 k2v4, half, groups of 128", example(256, (2, 4), 4, rope(256, 256), promoted=0.5, group_size=128)
+
+
+def compile_variants() -> int:
     """Compile all variants, print what each needs, and count those that spill."""
     spilling = 0
-    for name, kernel, arguments, launch in variants():
+    for arch, name, kernel, arguments, launch in variants():
         with contextlib.redirect_stdout(io.StringIO()):
             binary = compiled(kernel, arguments, arch, launch)
         facts = nvidia_facts(binary, arch)
         spilling += facts["spilled_bytes"] > 0
         print(
-            f"{name:<55} {facts['registers']:>4} registers {facts['spilled_bytes']:>5} bytes spilled "
+            f"{name:<55} sm_{arch} {facts['registers']:>4} registers {facts['spilled_bytes']:>5} bytes spilled "
             f"{binary.metadata.shared:>7} shared",
             flush=True,
         )
@@ -315,10 +331,10 @@ def main() -> int:
     parser.add_argument("--arch", nargs="*", help="only these architectures")
     parser.add_argument("--head-dim", nargs="*", type=int, help="only these head sizes")
     parser.add_argument("--json", type=Path, help="where to write the table; rows of other configurations stay")
-    parser.add_argument("--variants", action="store_true", help="compile what the table leaves out, for sm_90")
+    parser.add_argument("--variants", action="store_true", help="compile what the table leaves out")
     options = parser.parse_args()
     if options.variants:
-        return int(compile_variants("90") > 0)
+        return int(compile_variants() > 0)
     rows = []
     print(
         f"{'arch':>7} {'D':>4} {'K/V':>5} {'rows':>4} {'RoPE':>4} {'BN':>4} {'warps':>5} {'st':>2} "

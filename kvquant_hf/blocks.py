@@ -49,5 +49,5 @@ class BlockLayout(Protocol):
     def encode(self, groups: QuantizedGroups) -> EncodedBlocks | None:
         """Blocks as the backend reads them, or `None` if it could not read these."""
 
-    def decode(self, codes: torch.Tensor, metadata: torch.Tensor) -> QuantizedGroups:
-        """Codes, scales and zero points of the groups that `encode` was given."""
+    def decode(self, blocks: EncodedBlocks) -> QuantizedGroups:
+        """The groups that `encode` was given, without their factors."""

@@ -8,7 +8,15 @@ import torch
 from kvquant_hf.blocks import PARTS, STATE_PARTS, BlockLayout, EncodedBlocks
 from kvquant_hf.buffers import GROWTH_SHARE, TensorMap, with_capacity
 from kvquant_hf.packing import PlanarLayout
-from kvquant_hf.quantizers import Outliers, QuantizedGroups, Quantizer, check_places, quantizer_of
+from kvquant_hf.quantizers import (
+    Outliers,
+    QuantizedGroups,
+    Quantizer,
+    check_places,
+    join_codes,
+    quantizer_of,
+    split_codes,
+)
 from kvquant_hf.rotation import hadamard
 from kvquant_hf.spec import EXTRA_BITS, QuantSpec
 
@@ -98,10 +106,8 @@ class BlockStore:
         assert self.layout is not None
         codes, extra = groups.codes, None
         if groups.promoted is not None:
-            index = _along(groups.promoted, codes)
-            whole = codes.gather(-2, index)
-            codes = codes.scatter(-2, index, whole >> EXTRA_BITS)
-            extra = self._extra_layout.pack(whole & (2**EXTRA_BITS - 1))
+            codes, low = split_codes(codes, groups.promoted)
+            extra = self._extra_layout.pack(low)
         packed, parameters = self.layout.pack(codes), (groups.scale, groups.zero_point)
         outliers = groups.outliers or (None, None)
         return EncodedBlocks(packed, *parameters, None, groups.factor, extra, groups.promoted, *outliers)
@@ -123,8 +129,7 @@ class BlockStore:
             self._leave_own_layout()
         if self.own_layout is None and encoded.metadata is not None:  # encoded before its neighbours left the layout
             assert self._left is not None
-            groups = self._left.decode(encoded.codes, encoded.metadata)
-            encoded = self._planar(replace(groups, factor=encoded.factor))
+            encoded = self._planar(self._unpacked(encoded, self._left))
         count = encoded.codes.shape[2]
         needed = self.num_blocks + count
         room = max(_BLOCK_CHUNK, needed // GROWTH_SHARE) - 1 if spare else 0
@@ -178,24 +183,22 @@ class BlockStore:
 
     def _groups(self, first: int, last: int) -> QuantizedGroups:
         """Codes and parameters of the blocks `first … last - 1`, rows as the quantizer made them."""
-        assert self.codes is not None and self.layout is not None
-        codes = self.codes[:, :, first:last]
-        factor = None if self.factor is None else self.factor[:, :, first:last]
-        if self.own_layout is not None:
-            assert self.metadata is not None
-            return replace(self.own_layout.decode(codes, self.metadata[:, :, first:last]), factor=factor)
-        assert self.scale is not None
-        zero_point = None if self.zero_point is None else self.zero_point[:, :, first:last]
-        unpacked, promoted = self.layout.unpack(codes), None
-        if self.promoted is not None and self.extra is not None:
-            promoted = self.promoted[:, :, first:last]
-            index = _along(promoted, unpacked)
-            low = self._extra_layout.unpack(self.extra[:, :, first:last])
-            unpacked = unpacked.scatter(-2, index, (unpacked.gather(-2, index) << EXTRA_BITS) | low)
+        assert self.codes is not None
+        held = [None if (part := getattr(self, name)) is None else part[:, :, first:last] for name in PARTS[1:]]
+        return self._unpacked(EncodedBlocks(self.codes[:, :, first:last], *held), self.own_layout)
+
+    def _unpacked(self, blocks: EncodedBlocks, own_layout: BlockLayout | None) -> QuantizedGroups:
+        """Codes and parameters of blocks in a backend's layout, or in the common one."""
+        if own_layout is not None:
+            return replace(own_layout.decode(blocks), factor=blocks.factor)
+        assert self.layout is not None and blocks.scale is not None
+        codes = self.layout.unpack(blocks.codes)
+        if blocks.promoted is not None and blocks.extra is not None:
+            codes = join_codes(codes, self._extra_layout.unpack(blocks.extra), blocks.promoted)
         outliers = None
-        if self.outlier_index is not None and self.outlier_value is not None:
-            outliers = Outliers(self.outlier_index[:, :, first:last], self.outlier_value[:, :, first:last])
-        return QuantizedGroups(unpacked, self.scale[:, :, first:last], zero_point, factor, promoted, outliers)
+        if blocks.outlier_index is not None and blocks.outlier_value is not None:
+            outliers = Outliers(blocks.outlier_index, blocks.outlier_value)
+        return QuantizedGroups(codes, blocks.scale, blocks.zero_point, blocks.factor, blocks.promoted, outliers)
 
     # ---- acting on everything stored ---------------------------------------------------------------------------
 
@@ -267,9 +270,8 @@ class BlockStore:
             outlier_index=state.get("outlier_index"),
             outlier_value=state.get("outlier_value"),
         )
-        if self.own_layout is not None and self.layout is not None and encoded.scale is not None:
-            codes = self.layout.unpack(encoded.codes)
-            encoded = self._encoded(QuantizedGroups(codes, encoded.scale, encoded.zero_point, encoded.factor))
+        if self.own_layout is not None:
+            encoded = self._encoded(self._unpacked(encoded, None))
             if encoded.metadata is None:
                 self._left, self.own_layout = self.own_layout, None
         self._set(encoded)
@@ -305,8 +307,3 @@ class BlockStore:
                 raise ValueError(f"stored `promoted` must be ascending channels below {self.head_dim}.")
         if "outlier_index" in state:
             check_places(state["outlier_index"], entries)
-
-
-def _along(channels: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Numbers of rows `[..., P]` as an index `[..., P, length]` into codes `[..., rows, length]`."""
-    return channels.long()[..., None].expand(*channels.shape, codes.shape[-1])

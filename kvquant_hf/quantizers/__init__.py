@@ -6,7 +6,7 @@ from kvquant_hf.quantizers.affine import AffineQuantizer
 from kvquant_hf.quantizers.base import Outliers, QuantizedGroups, Quantizer
 from kvquant_hf.quantizers.innerq import InnerQuantizer
 from kvquant_hf.quantizers.outliers import OutlierQuantizer, check_places, places_of
-from kvquant_hf.quantizers.promoted import PromotedQuantizer
+from kvquant_hf.quantizers.promoted import PromotedQuantizer, along, join_codes, split_codes
 from kvquant_hf.quantizers.variance_normalized import VarianceNormalizedQuantizer
 from kvquant_hf.spec import QuantSpec
 
@@ -34,7 +34,10 @@ __all__ = [
     "QuantizedGroups",
     "Quantizer",
     "VarianceNormalizedQuantizer",
+    "along",
     "check_places",
+    "join_codes",
     "places_of",
     "quantizer_of",
+    "split_codes",
 ]

@@ -59,3 +59,29 @@ class PromotedQuantizer:
         count = self._spec.num_promoted(groups.shape[-3])
         order = spread.argsort(dim=-1, descending=True, stable=True)[..., :count]
         return order.sort(dim=-1).values.to(torch.uint8)
+
+
+def split_codes(codes: torch.Tensor, promoted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes that all have the same width, and the low bits of promoted rows.
+
+    Args:
+        codes: `[..., rows, length]`, uint8.
+        promoted: `[..., P]`: rows whose codes are wider.
+
+    Returns:
+        Codes with the high bits alone in promoted rows, and the low bits `[..., P, length]`.
+    """
+    index = along(promoted, codes)
+    whole = codes.gather(-2, index)
+    return codes.scatter(-2, index, whole >> EXTRA_BITS), whole & (2**EXTRA_BITS - 1)
+
+
+def join_codes(codes: torch.Tensor, low: torch.Tensor, promoted: torch.Tensor) -> torch.Tensor:
+    """The inverse of `split_codes`."""
+    index = along(promoted, codes)
+    return codes.scatter(-2, index, (codes.gather(-2, index) << EXTRA_BITS) | low)
+
+
+def along(promoted: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Numbers of rows `[..., P]` as an index `[..., P, length]` into `[..., rows, length]`."""
+    return promoted.long()[..., None].expand(*promoted.shape, rows.shape[-1])

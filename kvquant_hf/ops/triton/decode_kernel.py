@@ -34,8 +34,12 @@ def decode_split_kernel(
     value_metadata,
     key_factor,
     value_factor,
+    key_extra,
+    key_promoted,
     start_table,
     offset_table,
+    start_angles,
+    offset_angles,
     sink_keys,
     sink_values,
     window_keys,
@@ -62,6 +66,10 @@ def decode_split_kernel(
     key_factor_h,
     value_factor_b,
     value_factor_h,
+    key_extra_b,
+    key_extra_h,
+    key_promoted_b,
+    key_promoted_h,
     sink_keys_b,
     sink_keys_h,
     sink_values_b,
@@ -105,6 +113,8 @@ def decode_split_kernel(
     VROW: tl.constexpr,
     KEY_FACTOR: tl.constexpr,
     VALUE_FACTOR: tl.constexpr,
+    PROMOTED: tl.constexpr,
+    PP: tl.constexpr,
     L: tl.constexpr,
     GP: tl.constexpr,
     BN: tl.constexpr,
@@ -119,9 +129,10 @@ def decode_split_kernel(
     `exact_query` is the query for tokens kept exact, `query` the one for blocks (in the Hadamard basis where keys
     are); both have the strides `query_*`, in elements. Codes and parameters are as `WordLayout` lays them out, or
     `[B, H, T, D]` where a side has 16 bits; factors, with `KEY_FACTOR` and `VALUE_FACTOR`, are `[B, H, T]` of keys and
-    `[B, H, T / L, DV]` of values, float16 or float32. `start_table` and `offset_table` come from `tables.py`. `mask`
-    has the kinds 0 none, 1 bytes (non-zero: attend), 2 additive. `partial`: float32 `[B, H, R, num_splits + 1, DV]`,
-    `partial_lse` likewise without the last axis.
+    `[B, H, T / L, DV]` of values, float16 or float32; low bits of `PROMOTED` channels of a block are
+    `[B, H, T / L, PROMOTED, L / 16]` int32, the channels' numbers `[B, H, T / L, PROMOTED]` uint8. Tables and angles
+    of starts and offsets come from `tables.py`. `mask` has the kinds 0 none, 1 bytes (non-zero: attend), 2 additive.
+    `partial`: float32 `[B, H, R, num_splits + 1, DV]`, `partial_lse` likewise without the last axis.
     """
     split = tl.program_id(0)
     row_chunks = tl.cdiv(rows, GP)
@@ -156,8 +167,12 @@ def decode_split_kernel(
             value_metadata + b * value_metadata_b + h * value_metadata_h,
             key_factor + b * key_factor_b + h * key_factor_h,
             value_factor + b * value_factor_b + h * value_factor_h,
+            key_extra + b * key_extra_b + h * key_extra_h,
+            key_promoted + b * key_promoted_b + h * key_promoted_h,
             start_table,
             offset_table,
+            start_angles,
+            offset_angles,
             first_token,
             tl.minimum(first_token + chunk, num_tokens),
             num_sinks,
@@ -188,6 +203,8 @@ def decode_split_kernel(
             VROW,
             KEY_FACTOR,
             VALUE_FACTOR,
+            PROMOTED,
+            PP,
             L,
             GP,
             BN,

@@ -10,7 +10,7 @@ import torch
 
 from kvquant_hf.ops.triton.availability import why_unavailable
 from kvquant_hf.ops.triton.layout import WordLayout
-from kvquant_hf.ops.triton.tables import offset_table, start_table
+from kvquant_hf.ops.triton.tables import angle_table, offset_angle_table, offset_table, start_table
 from kvquant_hf.ops.triton.tuning import Launch, launch_parameters
 from kvquant_hf.rotation import hadamard_width
 
@@ -36,8 +36,6 @@ def unsupported(view: "KVView") -> str | None:
             return "keys or values with `outliers`"
     if key.spec.is_quantized and key.spec.granularity != "per_channel":
         return f"keys {key.spec.granularity}"
-    if key.spec.is_quantized and key.spec.promoted:
-        return "keys with promoted channels"
     if value.spec.is_quantized and value.spec.granularity != "per_token":
         return f"values {value.spec.granularity}"
     if key.spec.is_quantized and key.spec.rotation != "none" and view.rotation is not None:
@@ -135,7 +133,7 @@ def split_arguments(
     batch_size, num_heads, q_len, _ = query.shape
     heads, value_dim = view.key_shape[1], view.value_shape[3]
     key, value = view.key_store, view.value_store
-    if value.spec.has_factor:  # a tile of one block has one set of factors
+    if value.spec.has_factor or key.spec.promoted:  # one set of factors, of promoted channels, for a tile
         launch = replace(launch, BN=min(launch.BN, view.block_length))
     rows = num_heads // heads * q_len
     row_tile = 8 if rows <= 8 else 16
@@ -151,13 +149,10 @@ def split_arguments(
     partial_lse = torch.empty(batch_size, heads, rows, splits + 1, device=view.device)
     nothing = partial_lse  # stands in for what is not there; never read
     constants = _constants(view)
-    starts, offsets = _rotation_tables(view, launch.BN, constants) if tokens else (nothing, nothing)
     window = 0 if view.residual is None else view.residual[0].shape[2]
     arguments: dict[str, Any] = {
         "query": folded,
         "exact_query": query,
-        "start_table": starts,
-        "offset_table": offsets,
         "partial": partial,
         "partial_lse": partial_lse,
         "scale": scale * _LOG2E,
@@ -175,6 +170,8 @@ def split_arguments(
         **_strides("query", folded, "bht"),
         **_block_arguments("key", key, nothing),
         **_block_arguments("value", value, nothing),
+        **_promotion_arguments(key, nothing),
+        **_rotation_arguments(view, launch.BN, constants, nothing),
         **_mask_arguments(mask, nothing),
         **constants,
         "GP": row_tile,
@@ -258,7 +255,10 @@ def _constants(view: "KVView") -> dict[str, Any]:
         "VROW": value_row,
         "KEY_FACTOR": key.spec.has_factor,
         "VALUE_FACTOR": value.spec.has_factor,
-        "L": view.block_length if value.spec.has_factor else 0,  # without factors, one kernel for all lengths
+        "PROMOTED": key.spec.num_promoted(key.head_dim),
+        "PP": max(16, _power_of_two(key.spec.num_promoted(key.head_dim))),
+        # Where a tile may lie across blocks, one kernel serves all lengths.
+        "L": view.block_length if value.spec.has_factor or key.spec.promoted else 0,
     }
 
 
@@ -278,17 +278,23 @@ def _padded_key_words(store: "BlockStore") -> int:
     return max(_power_of_two(_words(store)[0]), 16 // max(1, _planes(store)))
 
 
-def _rotation_tables(view: "KVView", tile: int, constants: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    rotation = view.rotation
-    if rotation is None or not constants["ROTARY"]:
-        dummy = view.key_store.codes
-        assert dummy is not None
-        return dummy, dummy
+def _rotation_arguments(
+    view: "KVView", tile: int, constants: dict[str, Any], nothing: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Tables of cosines and sines."""
+    rotation, device = view.rotation, view.device
+    tables = dict.fromkeys(("start_table", "offset_table", "start_angles", "offset_angles"), nothing)
+    if rotation is None or not constants["ROTARY"] or not view.num_blocks:
+        return tables
     shape = (_planes(view.key_store) // 2, constants["KW"], constants["KWP"])
     tiles = -(-view.num_blocks * view.block_length // tile)
     count = max(64, _power_of_two(tiles))
-    starts = start_table(rotation, view.num_sinks, tile, count, *shape, view.device)
-    return starts, offset_table(rotation, tile, *shape, view.device)
+    tables["start_table"] = start_table(rotation, view.num_sinks, tile, count, *shape, device)
+    tables["offset_table"] = offset_table(rotation, tile, *shape, device)
+    if constants["PROMOTED"]:
+        tables["start_angles"] = angle_table(rotation, view.num_sinks, tile, count, device)
+        tables["offset_angles"] = offset_angle_table(rotation, tile, device)
+    return tables
 
 
 def _strides(name: str, tensor: torch.Tensor | None, axes: str) -> dict[str, int]:
@@ -308,6 +314,16 @@ def _block_arguments(side: str, store: "BlockStore", nothing: torch.Tensor) -> d
         **_strides(f"{side}_codes", store.codes, "bh"),
         **_strides(f"{side}_metadata", metadata, "bh"),
         **_strides(f"{side}_factor", factor, "bh"),
+    }
+
+
+def _promotion_arguments(key: "BlockStore", nothing: torch.Tensor) -> dict[str, Any]:
+    """Low bits and numbers of promoted channels, with their strides."""
+    return {
+        "key_extra": nothing if key.extra is None else key.extra,
+        "key_promoted": nothing if key.promoted is None else key.promoted,
+        **_strides("key_extra", key.extra, "bh"),
+        **_strides("key_promoted", key.promoted, "bh"),
     }
 
 

@@ -9,9 +9,9 @@ from functools import cache
 import torch
 
 from kvquant_hf.blocks import EncodedBlocks
-from kvquant_hf.quantizers import QuantizedGroups
+from kvquant_hf.quantizers import QuantizedGroups, along, join_codes, split_codes
 from kvquant_hf.rope import KeyRotation
-from kvquant_hf.spec import QuantSpec
+from kvquant_hf.spec import EXTRA_BITS, QuantSpec
 
 # Rotation in float16 must not overflow: sqrt(2) times this stays below the largest float16, 65504.
 MAX_MAGNITUDE = 32768.0
@@ -71,7 +71,7 @@ def word_layouts(
     key, value = specs
     if any(size % 16 for size in head_dims) or (key.is_quantized and key.granularity != "per_channel"):
         return None, None
-    if (value.is_quantized and value.granularity != "per_token") or key.promoted:
+    if value.is_quantized and value.granularity != "per_token":
         return None, None
     if any(spec.outliers or (spec.is_quantized and spec.method == "innerq") for spec in specs):
         return None, None
@@ -101,6 +101,10 @@ class WordLayout:
     Parameters: keys have one row per group of tokens, `D/2` words of scales (float16 pairs), then `D/2` of zero
     points; values have one word a group, the scale in its low half and the zero point in its high half. Symmetric
     codes have scales only: `D/2` words for keys, one float16 a group for values.
+
+    Of promoted channels the rows hold the high bits and the parameters `2^2` times the scale, which is that of the
+    high bits. Their low bits lie apart, `L/16` words a channel: that of token `t` in word `t // 16` at bit
+    `2·(t % 16 // 2) + 16·(t % 2)`.
 
     Attributes:
         spec: How the tensor is quantized.
@@ -144,12 +148,16 @@ class WordLayout:
             groups: Rows along tokens `[B, H, n, D, L]` or along channels `[B, H, n, L, D]`.
 
         Returns:
-            Codes `[B, H, n, L, row_words]` int32 with their parameters, or `None` where numbers are too large for
-            float16 arithmetic.
+            Codes `[B, H, n, L, row_words]` int32 with their parameters, the low bits of promoted channels
+            `[B, H, n, P, L/16]` int32, or `None` where numbers are too large for float16 arithmetic.
         """
-        if not _fit_half(groups, self.nbits):
+        codes, scale, zero_point, extra = groups.codes, groups.scale, groups.zero_point, None
+        if groups.promoted is not None:
+            codes, low = split_codes(codes, groups.promoted)
+            extra = _pack_low(low)
+            scale = _scaled(scale, groups.promoted, 2.0**EXTRA_BITS)
+        if not _fit_half(scale, zero_point, self.nbits):
             return None
-        codes, scale, zero_point = groups.codes, groups.scale, groups.zero_point
         if self.along_tokens:
             codes, scale = codes.transpose(-1, -2), scale.transpose(-1, -2)
             zero_point = None if zero_point is None else zero_point.transpose(-1, -2)
@@ -159,11 +167,13 @@ class WordLayout:
             metadata = scale.contiguous()
         else:
             metadata = torch.stack((scale, zero_point), dim=-1).contiguous().view(torch.int32).squeeze(-1)
-        return EncodedBlocks(self._pack(self._in_places(codes)), None, None, metadata)
+        packed = self._pack(self._in_places(codes))
+        return EncodedBlocks(packed, None, None, metadata, extra=extra, promoted=groups.promoted)
 
-    def decode(self, codes: torch.Tensor, metadata: torch.Tensor) -> QuantizedGroups:
+    def decode(self, blocks: EncodedBlocks) -> QuantizedGroups:
         """The inverse of `encode`."""
-        unpacked = self._in_channels(self._unpack(codes))
+        unpacked, metadata = self._in_channels(self._unpack(blocks.codes)), blocks.metadata
+        assert metadata is not None
         scale: torch.Tensor
         zero_point: torch.Tensor | None
         if self.along_tokens:
@@ -177,7 +187,10 @@ class WordLayout:
             scale, zero_point = metadata, None
         else:
             scale, zero_point = metadata.contiguous().view(torch.float16).unflatten(-1, (-1, 2)).unbind(-1)
-        return QuantizedGroups(unpacked.contiguous(), scale, zero_point)
+        if blocks.promoted is not None and blocks.extra is not None:
+            unpacked = join_codes(unpacked, _unpack_low(blocks.extra), blocks.promoted)
+            scale = _scaled(scale, blocks.promoted, 2.0**-EXTRA_BITS)
+        return QuantizedGroups(unpacked.contiguous(), scale, zero_point, promoted=blocks.promoted)
 
     def _in_places(self, channels: torch.Tensor) -> torch.Tensor:
         """`[…, D]` in the order of channels, to the order of storage."""
@@ -212,14 +225,33 @@ class WordLayout:
         return codes.to(torch.uint8).flatten(-3)
 
 
-def _fit_half(groups: QuantizedGroups, nbits: int) -> bool:
+def _fit_half(scale: torch.Tensor, zero_point: torch.Tensor | None, nbits: int) -> bool:
     """Whether dequantized numbers, and their rotations, are finite in float16."""
-    if groups.scale.dtype != torch.float16:
+    if scale.dtype != torch.float16:
         return False
-    reach = groups.scale.float() * 2**nbits
-    if groups.zero_point is not None:
-        reach = reach + groups.zero_point.float().abs()
+    reach = scale.float() * 2**nbits
+    if zero_point is not None:
+        reach = reach + zero_point.float().abs()
     return bool((reach <= MAX_MAGNITUDE).all())
+
+
+def _scaled(scale: torch.Tensor, promoted: torch.Tensor, factor: float) -> torch.Tensor:
+    """Scales `[…, D, groups]` with those of promoted channels times a power of two; exact unless it overflows."""
+    index = along(promoted, scale)
+    return scale.scatter(-2, index, scale.gather(-2, index) * factor)
+
+
+def _pack_low(low: torch.Tensor) -> torch.Tensor:
+    """Low bits `[…, L]` uint8 to `[…, L/16]` int32."""
+    shifts = _bits(EXTRA_BITS, low.device)[:, 0]
+    words: torch.Tensor = (low.unflatten(-1, (-1, 8, 2)).int() << shifts).sum((-2, -1), dtype=torch.int32)
+    return words
+
+
+def _unpack_low(words: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_pack_low`."""
+    codes: torch.Tensor = (words[..., None, None] >> _bits(EXTRA_BITS, words.device)[:, 0]) & (2**EXTRA_BITS - 1)
+    return codes.to(torch.uint8).flatten(-3)
 
 
 @cache

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from kvquant_hf.blocks import EncodedBlocks
 from kvquant_hf.ops.triton.availability import why_unavailable
 from kvquant_hf.ops.triton.layout import MAX_MAGNITUDE, WordLayout
+from kvquant_hf.ops.triton.tables import angle_table
 from kvquant_hf.rope import KeyRotation
 from kvquant_hf.rotation import hadamard_width
 
@@ -23,8 +23,8 @@ _VALUE_TOKENS = 32
 def quantizes(store: "BlockStore") -> bool:
     """Whether the kernels quantize for a store.
 
-    They do min-max ranges of affine codes without feedback, for head sizes that are a power of two; everything else is
-    left to the store's quantizer.
+    They do min-max ranges of affine codes of one width without feedback, for head sizes that are a power of two;
+    everything else is left to the store's quantizer.
     """
     spec = store.spec
     return (
@@ -32,6 +32,7 @@ def quantizes(store: "BlockStore") -> bool:
         and spec.method == "affine"
         and spec.clip == "minmax"
         and store.feedback is None
+        and not spec.promoted
         and store.head_dim & (store.head_dim - 1) == 0
         and not (spec.rotation != "none" and spec.granularity == "per_channel")
     )
@@ -135,13 +136,5 @@ def _tables(
     """Tables of block starts and of offsets, and the row of the first block in the former."""
     first = slot // length
     count = max(64, 1 << (first + blocks - 1).bit_length())
-    starts = _table(rotation, slot % length, length, count, device)
-    return starts, _table(rotation, 0, 1, length, device), first
-
-
-@lru_cache(maxsize=32)
-def _table(rotation: KeyRotation, first: int, step: int, count: int, device: torch.device) -> torch.Tensor:
-    """Cosines and sines of `first + step · n`, float32 `[count, 2, rotary_dim / 2]`."""
-    with torch.inference_mode(False), torch.no_grad():
-        cos, sin = rotation.tables(first + step * torch.arange(count, device=device))
-        return torch.stack((cos, sin), dim=1).contiguous()
+    starts = angle_table(rotation, slot % length, length, count, device)
+    return starts, angle_table(rotation, 0, 1, length, device), first

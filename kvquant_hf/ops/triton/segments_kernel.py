@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kvquant_hf.ops.triton.blocks_kernel import channel_of_place, load_keys, load_values, place_of_column
+from kvquant_hf.ops.triton.promoted_kernel import add_promoted
 
 # Scores of tokens that are not attended to. Running maxima start at FLOOR, so that their weights are exactly zero
 # even where a row has met no other token.
@@ -94,8 +95,12 @@ def packed_segment(
     value_metadata,
     key_factor,
     value_factor,
+    key_extra,
+    key_promoted,
     start_table,
     offset_table,
+    start_angles,
+    offset_angles,
     first_token,
     last_token,
     first_slot,
@@ -126,6 +131,8 @@ def packed_segment(
     VROW: tl.constexpr,
     KEY_FACTOR: tl.constexpr,
     VALUE_FACTOR: tl.constexpr,
+    PROMOTED: tl.constexpr,
+    PP: tl.constexpr,
     L: tl.constexpr,
     GP: tl.constexpr,
     BN: tl.constexpr,
@@ -136,7 +143,8 @@ def packed_segment(
 ):
     """Tokens `first_token … last_token - 1` of the blocks; slots `hidden_from … hidden_to - 1` are left out.
 
-    A tile lies within one block of `L` tokens where values have factors: these multiply its sum as a whole.
+    A tile lies within one block of `L` tokens where values have factors, which multiply its sum as a whole, and where
+    channels are promoted, which are others in every block.
     """
     peak = tl.full([GP], FLOOR, tl.float32)
     total = tl.zeros([GP], tl.float32)
@@ -201,6 +209,29 @@ def packed_segment(
                 half_q2 = (q2 * cosine - q * sine).to(tl.float16)
             scores = tl.dot(k, tl.trans(half_q))
             scores = tl.dot(k2, tl.trans(half_q2), acc=scores)
+            if PROMOTED:
+                scores = add_promoted(
+                    scores,
+                    query_rows,
+                    row_live,
+                    key_metadata,
+                    key_extra,
+                    key_promoted,
+                    start_angles,
+                    offset_angles,
+                    start,
+                    scale,
+                    D,
+                    KEY_GROUP,
+                    ROTARY,
+                    OFFSET,
+                    INTERLEAVED,
+                    PROMOTED,
+                    PP,
+                    L,
+                    BN,
+                    ASM,
+                )
         else:
             k = tl.load(
                 key_codes + token[:, None] * D + column[None, :],

@@ -1,4 +1,4 @@
-"""Cosines and sines for the kernels, in the order of their tiles' columns; shared by all layers of a process."""
+"""Cosines and sines for the kernels, by columns of their tiles or by angle; shared by all layers of a process."""
 
 from functools import lru_cache
 
@@ -52,3 +52,19 @@ def start_table(
     with torch.inference_mode(False), torch.no_grad():
         positions = first + step * torch.arange(count, device=device)
         return _in_columns(rotation, positions, planes, words, padded_words).contiguous()
+
+
+@lru_cache(maxsize=32)
+def angle_table(rotation: KeyRotation, first: int, step: int, count: int, device: torch.device) -> torch.Tensor:
+    """Of the positions `first + step · n`, by angle: float32 `[count, 2, rotary_dim / 2]`."""
+    with torch.inference_mode(False), torch.no_grad():
+        cos, sin = rotation.tables(first + step * torch.arange(count, device=device))
+        return torch.stack((cos, sin), dim=1).contiguous()
+
+
+@lru_cache(maxsize=16)
+def offset_angle_table(rotation: KeyRotation, tokens: int, device: torch.device) -> torch.Tensor:
+    """Of the offsets in a tile, by angle: pairs of float16 `[rotary_dim / 2, 2, tokens / 2]`, int32."""
+    with torch.inference_mode(False), torch.no_grad():
+        table = angle_table(rotation, 0, 1, tokens, device).permute(2, 1, 0)
+        return table.half().contiguous().view(torch.int32)

@@ -34,13 +34,6 @@ def test_importing_the_backend_imports_no_triton():
     assert done.stdout.count("Triton is not installed") == 2
 
 
-def test_reading_the_gpu_layout_needs_no_triton():
-    """A cache configured for the GPU backend fills and dequantizes anywhere, with the common layout's values."""
-    layers = [filled_layer(150, backend=backend) for backend in ("triton", "torch")]
-    for mine, theirs in zip(*(layer.dequantize() for layer in layers), strict=True):
-        assert torch.equal(mine, theirs)
-
-
 @pytest.mark.parametrize(
     ("head_dim", "nbits", "arch", "head_of_entry"),
     [(64, 4, "90", 64), (16, 8, "80", 64), (96, 3, "90", 128), (128, 2, "100", 128), (192, 4, "90", 256)],

@@ -28,5 +28,5 @@ def test_kernels_in_the_interpreter(module):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed and int(passed[1]) >= {"test_decode": 60, "test_quantize": 20, "test_cache": 20}[module]
+    assert passed and int(passed[1]) >= {"test_decode": 100, "test_quantize": 20, "test_cache": 50}[module]
     assert "skipped" not in done.stdout

@@ -57,12 +57,12 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def fence_view(view, fences: Fences):
     """The view with every tensor in poisoned memory and its unused block capacity poisoned."""
     for store in (view.key_store, view.value_store):
-        for name in ("codes", "metadata", "factor"):
+        for name in ("codes", "metadata", "factor", "extra", "promoted"):
             tensor = getattr(store, name)
             if tensor is not None:
                 tensor = tensor.clone()
                 tail = tensor[:, :, store.num_blocks :]
-                tail.fill_(float("nan") if tensor.is_floating_point() else -1)
+                tail.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
                 setattr(store, name, fences.copy(tensor))
     changes = {}
     if view.residual is not None:

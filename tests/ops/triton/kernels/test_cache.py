@@ -16,7 +16,7 @@ from kvquant_hf.ops import available_backends, decode_attention, reference
 from kvquant_hf.ops.triton import WordLayout
 from kvquant_hf.rope import KeyRotation
 
-PRESETS = ["k4v4", "k2v2", "k3v3", "k8v8", "kivi-int2", "factors"]
+PRESETS = ["k4v4", "k2v2", "k3v3", "k8v8", "kivi-int2", "factors", "k2pv2", "k3pv4"]
 FACTORS = {
     "key": {"nbits": 2, "method": "variance_normalized"},
     "value": {"nbits": 3, "granularity": "per_token", "method": "variance_normalized", "rotation": "hadamard"},
@@ -79,7 +79,7 @@ def test_values_and_bytes_are_those_of_the_common_layout(preset, device):
 
 
 @pytest.mark.parametrize("act", ["crop-window", "crop-blocks", "reorder", "repeat", "select", "offload", "copy"])
-@pytest.mark.parametrize("preset", ["k2v2", "factors"])
+@pytest.mark.parametrize("preset", ["k2v2", "factors", "k2pv3"])
 def test_whatever_is_done_to_the_cache(preset, act, device):
     caches = pair_of_caches(preset, device)
     for name, cache in vars(caches).items():
@@ -107,7 +107,7 @@ def test_whatever_is_done_to_the_cache(preset, act, device):
     assert_same(caches)
 
 
-@pytest.mark.parametrize("preset", ["k4v4", "k3v3", "factors"])
+@pytest.mark.parametrize("preset", ["k4v4", "k3v3", "factors", "k2pv2"])
 def test_saved_caches_load_into_either_layout(preset, device, tmp_path):
     caches = pair_of_caches(preset, device)
     files = {}
@@ -129,7 +129,7 @@ def test_saved_caches_load_into_either_layout(preset, device, tmp_path):
             assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("preset", ["k4v4", "factors"])
+@pytest.mark.parametrize("preset", ["k4v4", "factors", "k2pv2"])
 def test_numbers_too_large_turn_the_layer_to_the_common_layout(preset, device):
     caches = pair_of_caches(preset, device)
     for cache in (caches.words, caches.common):
@@ -175,7 +175,7 @@ def test_gradients_are_refused(device):
         decode_attention(torch.randn(1, 1, 1, 32, device=device, requires_grad=True), layer.view())
 
 
-@pytest.mark.parametrize("quant", ["k4v4", FACTORS], ids=["k4v4", "factors"])
+@pytest.mark.parametrize("quant", ["k4v4", FACTORS, "k2pv2"], ids=["k4v4", "factors", "k2pv2"])
 def test_a_model_decodes_with_it(quant, device):
     """Greedy tokens of a tiny model are those of the torch backend."""
     from transformers import LlamaForCausalLM
@@ -202,11 +202,58 @@ def test_keys_rounded_by_query_moments_are_the_same(device):
     assert not torch.equal(held[0], held[2])
 
 
-def test_promoted_channels_are_left_to_the_torch_backend(device):
-    cache = QuantCache(CONFIG, "k2pv2", backend="triton", **CHANGES)
-    cache.update(*states(150, 0, device), 0)
+def attended(cache: QuantCache, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the backend of a cache and the twin make of its first layer."""
     view = cache.quantized_layer(0).view(1)
-    query = torch.randn(2, 4, 1, 32, device=device)
-    with pytest.raises(ValueError, match="does not read keys with promoted channels"):
-        decode_attention(query, view)
-    assert reference.decode_attention(query, view, None, 0.2).shape == (2, 4, 1, 32)
+    query = torch.randn(view.key_shape[0], 4, 1, 32, generator=torch.Generator().manual_seed(3)).to(device)
+    return decode_attention(query, view), reference.decode_attention(query, view, None, 32**-0.5)
+
+
+PROMOTED = {
+    "key": {"nbits": 2, "promoted": 0.25},
+    "layers": {0: {"key": {"nbits": 3, "promoted": 0.5}}},
+    "value": {"nbits": 3, "granularity": "per_token"},
+}
+
+
+@pytest.mark.parametrize("act", ["append", "crop", "reorder", "repeat", "copy", "load"])
+def test_promoted_channels_are_read_whatever_was_done(act, device, tmp_path):
+    cache = QuantCache(CONFIG, PROMOTED, backend="triton", **CHANGES)
+    cache.update(*states(150, 0, device), 0)
+    store = stores_of(cache)[0]
+    chosen = store.promoted[:, :, : store.num_blocks].flatten(0, 2)
+    assert chosen.shape[1] == 16 and len({tuple(row.tolist()) for row in chosen}) > 4  # others in each block and head
+    before = attended(cache, device)[0]
+    if act == "append":
+        for token in range(40):
+            cache.update(*states(1, 1 + token, device), 0)
+    elif act == "crop":
+        cache.crop(-50)
+        cache.update(*states(70, 1, device), 0)
+    elif act == "reorder":
+        cache.reorder_cache(torch.tensor([1, 0], device=device))
+    elif act == "repeat":
+        cache.batch_repeat_interleave(2)
+    elif act == "copy":
+        cache = pickle.loads(pickle.dumps(copy.deepcopy(cache)))
+    else:
+        cache.save(tmp_path)
+        cache = QuantCache.load(tmp_path, CONFIG, device=device)
+    got, want = attended(cache, device)
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-4)
+    assert got.shape != before.shape or torch.equal(got, before) == (act in ("copy", "load"))
+
+
+@pytest.mark.parametrize("name", ["extra", "promoted"])
+def test_the_low_bits_and_the_numbers_of_channels_are_what_is_read(name, device):
+    """Other ones give other results, for the kernel as for the twin."""
+    cache = QuantCache(CONFIG, PROMOTED, backend="triton", **CHANGES)
+    cache.update(*states(150, 0, device), 0)
+    before = attended(cache, device)
+    store = stores_of(cache)[0]
+    changed = store.extra ^ 0x5555AAAA if name == "extra" else store.promoted.flip(0)
+    setattr(store, name, changed.contiguous())
+    after = attended(cache, device)
+    torch.testing.assert_close(*after, rtol=2e-3, atol=2e-4)
+    for mine, theirs in zip(before, after, strict=True):
+        assert (mine - theirs).norm() > 0.02 * mine.norm()

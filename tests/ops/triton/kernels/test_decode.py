@@ -31,7 +31,18 @@ def kv(key_bits: int, value_bits: int, group: int = 32, **both) -> dict:
     }
 
 
+def promoted(
+    key_bits: int, share: float, value_bits: int = 4, group: int = 32, key_rotation: str = "none", **value
+) -> dict:
+    return {
+        "key": {"nbits": key_bits, "group_size": group, "promoted": share, "rotation": key_rotation},
+        "value": {"nbits": value_bits, "group_size": group, **value},
+    }
+
+
 VARN = {"method": "variance_normalized"}
+VALUES_OF_PRESETS = {"rotation": "hadamard", "clip": "mse", "symmetric": True}
+WIDE = Launch(BN=64, BND=16, num_warps=4, num_stages=2)
 
 # id, tokens, then what differs from one row, two heads, one query head each, D 32, float16, RoPE over the whole head.
 CASES = [
@@ -120,6 +131,38 @@ CASES = [
         {**kv(4, 3, symmetric=True, **VARN), "B": 2, "padding": [37, 0], "mask": "pads", "spread": 1.0, "limit": 1.5},
     ),
     ("large-keys", 133, {"magnitude": 300.0, "scale": 1e-5}),
+    ("promoted", 133, {"B": 2, **promoted(2, 0.25), "dtype": BF16}),
+    ("promoted-post-rope", 133, {"B": 2, **promoted(2, 0.5), "rotation": None}),
+    ("promoted-k3v2-group-16", 133, {**promoted(3, 0.25, 2, 16), "D": 64, "G": 3}),
+    ("promoted-k4v16-eighth", 133, {**promoted(4, 0.125, 16), "dtype": F32}),
+    ("promoted-d16-k2v3", 133, {**promoted(2, 0.125, 3), "D": 16, "G": 16}),
+    ("promoted-d80-k4v8", 133, {**promoted(4, 0.25, 8), "D": 80, "rotation": rope(80, 80), "dtype": BF16}),
+    ("promoted-d96-k3", 133, {**promoted(3, 0.5, 3), "D": 96, "rotation": rope(96, 96)}),
+    ("promoted-d256-k3", 100, {**promoted(3, 0.5), "D": 256, "H": 1}),
+    ("promoted-k2pv2", 300, {**promoted(2, 0.25, 2, 64, **VALUES_OF_PRESETS), "D": 64, "launch": WIDE}),
+    ("promoted-k2pv3", 220, {**promoted(2, 0.5, 3, 64, **VALUES_OF_PRESETS), "D": 128, "H": 1, "dtype": BF16}),
+    ("promoted-k3pv4", 220, {**promoted(3, 0.25, 4, 64, **VALUES_OF_PRESETS), "G": 7, "launch": WIDE}),
+    ("promoted-tiles-in-blocks-of-128", 420, {**promoted(2, 0.25, 4, 128), "sm": 5, "launch": WIDE, "B": 2, "H": 1}),
+    ("promoted-groups-in-longer-blocks", 300, {**promoted(3, 0.25, 2, 16, **VARN, group_size=64), "launch": WIDE}),
+    ("promoted-interleaved", 133, {**promoted(2, 0.25), "rotation": rope(32, 32, 0, "interleaved")}),
+    ("promoted-partial", 133, {**promoted(4, 0.25), "rotation": rope(8, 32, 24), "dtype": BF16}),
+    ("promoted-partial-first", 133, {**promoted(2, 0.5), "D": 80, "rotation": rope(32, 80)}),
+    ("promoted-partial-interleaved", 133, {**promoted(3, 0.5), "rotation": rope(12, 32, 10, "interleaved")}),
+    (
+        "promoted-hadamard",
+        150,
+        {**promoted(2, 0.25, key_rotation="hadamard", rotation="hadamard"), "rotation": None, "D": 64},
+    ),
+    ("promoted-clipped", 133, {"key": {"nbits": 2, "promoted": 0.25, "clip": "mse"}, "H": 1}),
+    ("promoted-padded", 150, {**promoted(2, 0.25), "B": 3, "padding": [37, 2, 0], "mask": "pads"}),
+    ("promoted-bool-mask", 133, {**promoted(2, 0.25), "G": 2, "mask": "bool", "q_len": 2}),
+    ("promoted-additive-mask", 133, {**promoted(3, 0.5), "mask": "additive", "dtype": BF16}),
+    ("promoted-many-rows", 133, {**promoted(2, 0.25), "G": 5, "q_len": 8, "mask": "causal", "H": 1}),
+    ("promoted-many-splits", 700, {**promoted(2, 0.25), "H": 1, "sm": 9}),
+    ("promoted-only-window", 19, promoted(2, 0.25)),
+    ("promoted-outliers", 200, {**promoted(2, 0.25), "outliers": 30.0, "limit": 4.0}),
+    ("promoted-small-values", 133, {**promoted(2, 0.25), "magnitude": 2e-3}),
+    ("promoted-large-keys", 133, {**promoted(2, 0.25), "magnitude": 300.0, "scale": 1e-5}),
 ]
 
 
@@ -211,7 +254,19 @@ def test_decode_against_the_twin(tokens, shape, device, monkeypatch):
     check(tokens, device, monkeypatch, **shape)
 
 
-BOTH = ("k2v2", "k3v3", "k8v8", "symmetric-k3v2", "d80-k2v3", "partial-interleaved", "padded", "gqa-16")
+BOTH = (
+    "k2v2",
+    "k3v3",
+    "k8v8",
+    "symmetric-k3v2",
+    "d80-k2v3",
+    "partial-interleaved",
+    "padded",
+    "gqa-16",
+    "promoted",
+    "promoted-post-rope",
+    "promoted-k3v2-group-16",
+)
 
 
 @pytest.mark.parametrize("name", BOTH)

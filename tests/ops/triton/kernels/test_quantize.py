@@ -112,7 +112,14 @@ def test_numbers_that_float16_does_not_serve_are_left_to_the_quantizer(granulari
 
 def test_what_the_kernels_do_not_quantize(device):
     varn = {"method": "variance_normalized"}
-    for changes, head_dim in (({"clip": "mse"}, 32), ({"rotation": "hadamard"}, 32), ({}, 48), (varn, 32)):
+    promoted = {"promoted": 0.25}
+    for changes, head_dim in (
+        ({"clip": "mse"}, 32),
+        ({"rotation": "hadamard"}, 32),
+        ({}, 48),
+        (varn, 32),
+        (promoted, 32),
+    ):
         store, _ = stores(QuantSpec(**changes), 32, head_dim, None, torch.float32)
         assert not launching.quantizes(store)
         assert encode_blocks(store, torch.rand(1, 1, 32, head_dim, device=device), 0, None) is None
