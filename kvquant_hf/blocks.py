@@ -7,10 +7,10 @@ import torch
 from kvquant_hf.quantizers import QuantizedGroups
 
 # The tensors that blocks consist of; which of them there are depends on the layout and the settings.
-PARTS = ("codes", "scale", "zero_point", "metadata", "factor", "extra", "promoted")
+PARTS = ("codes", "scale", "zero_point", "metadata", "factor", "extra", "promoted", "second_level")
 
 # Those of the common layout, which files hold.
-STATE_PARTS = ("codes", "scale", "zero_point", "factor", "extra", "promoted")
+STATE_PARTS = ("codes", "scale", "zero_point", "factor", "extra", "promoted", "second_level")
 
 
 class EncodedBlocks:
@@ -18,7 +18,7 @@ class EncodedBlocks:
 
     `codes`, with `scale` and `zero_point` where there are any, or with `metadata` in a layout that keeps both in one;
     `factor` where the method has one; `extra` and `promoted`, the low bits and the numbers of promoted channels, where
-    there are any.
+    there are any; `second_level` where scales and zero points are bytes.
     """
 
     __slots__ = PARTS
@@ -32,9 +32,11 @@ class EncodedBlocks:
         factor: torch.Tensor | None = None,
         extra: torch.Tensor | None = None,
         promoted: torch.Tensor | None = None,
+        second_level: torch.Tensor | None = None,
     ) -> None:
         self.codes, self.scale, self.zero_point, self.metadata = codes, scale, zero_point, metadata
         self.factor, self.extra, self.promoted = factor, extra, promoted
+        self.second_level = second_level
 
 
 class BlockLayout(Protocol):

@@ -10,6 +10,7 @@ GRANULARITIES = ("per_channel", "per_token")
 ROPE_ORDERS = ("pre", "post")
 ROTATIONS = ("none", "hadamard")
 CLIPS = ("minmax", "mse")
+METADATA_NBITS = (8, 16)
 PROMOTED_SHARES = (0.0, 0.125, 0.25, 0.5)
 # Bits that a promoted channel has more than the others.
 EXTRA_BITS = 2
@@ -41,6 +42,8 @@ class QuantSpec:
             (`mse`).
         promoted: Share of the channels of a block that get two more bits, those of widest range (Kitty, arXiv
             2511.18643). For affine, asymmetric codes per channel of 2 to 4 bits.
+        metadata_nbits: Bits per scale and per zero point; 8 bits are relative to numbers that the groups of a block
+            and head share (`kvquant_hf.quantizers.second_level`). For affine codes.
     """
 
     nbits: int = 4
@@ -52,6 +55,7 @@ class QuantSpec:
     symmetric: bool = False
     clip: str = "minmax"
     promoted: float = 0.0
+    metadata_nbits: int = 16
 
     def __post_init__(self) -> None:
         check_choice("nbits", self.nbits, NBITS)
@@ -67,6 +71,12 @@ class QuantSpec:
         check_choice("promoted", self.promoted, PROMOTED_SHARES)
         if self.promoted:
             self._check_promotion()
+        check_choice("metadata_nbits", self.metadata_nbits, METADATA_NBITS)
+        if self.metadata_nbits == 8 and self.method != "affine":
+            raise ValueError(
+                f"`metadata_nbits` must be 16 unless `method` is 'affine', got metadata_nbits=8 and "
+                f"method={self.method!r}."
+            )
 
     def _check_promotion(self) -> None:
         allowed = {"granularity": ("per_channel",), "method": ("affine",), "symmetric": (False,), "nbits": (2, 3, 4)}
@@ -80,6 +90,15 @@ class QuantSpec:
     def num_promoted(self, head_dim: int) -> int:
         """Channels of a head that get more bits: an even number, at least two if any."""
         return 2 * max(1, int(self.promoted * head_dim / 2)) if self.promoted else 0
+
+    @property
+    def has_second_level(self) -> bool:
+        """Whether scales and zero points are bytes, beside numbers shared by a block (`QuantizedGroups.second_level`)."""
+        return self.is_quantized and self.metadata_nbits == 8
+
+    def num_listed(self, num_groups: int) -> int:
+        """Zero points that a block of so many groups keeps in 16 bits where the others take 8."""
+        return 0 if self.symmetric else max(1, num_groups // 32)
 
     @property
     def is_quantized(self) -> bool:
@@ -101,7 +120,7 @@ class QuantSpec:
         return self.nbits + EXTRA_BITS * self.num_promoted(head_dim) / head_dim
 
     def metadata_bits(self, head_dim: int, block_length: int | None = None) -> float:
-        """Bits per value spent on 16-bit scales, zero points and factors, and on the numbers of promoted channels.
+        """Bits per value spent on scales, zero points and factors, and on the numbers of promoted channels.
 
         Args:
             head_dim: Size of a key or value.
@@ -109,12 +128,17 @@ class QuantSpec:
         """
         if not self.is_quantized:
             return 0.0
-        words = 1 if self.symmetric else 2
+        words = (1 if self.symmetric else 2) * self.metadata_nbits / 16
+        shared = 0.0
+        if self.has_second_level:
+            length = block_length or max(self.token_group, 32)
+            rows, row = (head_dim, length) if self.granularity == "per_channel" else (length, head_dim)
+            shared = 16.0 * (1 + self.num_listed(rows * -(-row // self.group_size))) / (rows * row)
         if self.granularity == "per_channel":
             numbers = 8.0 * self.num_promoted(head_dim) / head_dim / (block_length or self.token_group)
-            return 16.0 * words / self.group_size + 16.0 * self.has_factor / head_dim + numbers
+            return 16.0 * words / self.group_size + 16.0 * self.has_factor / head_dim + numbers + shared
         factor = 16.0 * self.has_factor / (block_length or self.token_group)
-        return 16.0 * words * -(-head_dim // self.group_size) / head_dim + factor
+        return 16.0 * words * -(-head_dim // self.group_size) / head_dim + factor + shared
 
     def bits_per_value(self, head_dim: int, block_length: int | None = None) -> float:
         """Bits of a stored value, metadata included; 16 for what is stored as it is. Arguments as above."""
@@ -128,5 +152,6 @@ class QuantSpec:
         parts += [self.method] * (self.method != "affine")
         parts += ["symmetric"] * self.symmetric
         parts += [f"clip {self.clip}"] * (self.clip != "minmax")
+        parts += [f"{self.metadata_nbits}-bit metadata"] * self.has_second_level
         parts += [self.rotation] * (self.rotation != "none")
         return " ".join(parts)

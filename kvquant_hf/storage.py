@@ -21,7 +21,8 @@ class BlockStore:
     Per-channel codes are stored `[B, H, N, D, bytes]` with the tokens of a channel side by side, per-token codes
     `[B, H, N, L, bytes]` with the channels of a token side by side; scales and zero points `[…, groups]` likewise,
     factors `[B, H, N, L]` (per-channel codes) or `[B, H, N, D]` (per-token codes). Of promoted channels the low two
-    bits lie apart, `[B, H, N, P, L / 4]`, beside the channels' numbers `[B, H, N, P]`. Unquantized blocks (16 bits)
+    bits lie apart, `[B, H, N, P, L / 4]`, beside the channels' numbers `[B, H, N, P]`. Numbers that 8-bit metadata is relative to
+    are `[B, H, N, 1 + listed]`. Unquantized blocks (16 bits)
     are `[B, H, N, L, D]` in the model's dtype.
 
     Args:
@@ -62,6 +63,7 @@ class BlockStore:
         self.factor: torch.Tensor | None = None
         self.extra: torch.Tensor | None = None
         self.promoted: torch.Tensor | None = None
+        self.second_level: torch.Tensor | None = None
         self.own_layout = own_layout if spec.is_quantized else None
         self._left: BlockLayout | None = None
         self._quantizer: Quantizer | None = quantizer_of(spec, partners) if spec.is_quantized else None
@@ -101,7 +103,7 @@ class BlockStore:
             codes = codes.scatter(-2, index, whole >> EXTRA_BITS)
             extra = self._extra_layout.pack(whole & (2**EXTRA_BITS - 1))
         packed, parameters = self.layout.pack(codes), (groups.scale, groups.zero_point)
-        return EncodedBlocks(packed, *parameters, None, groups.factor, extra, groups.promoted)
+        return EncodedBlocks(packed, *parameters, None, groups.factor, extra, groups.promoted, groups.second_level)
 
     def _rows(self, blocks: torch.Tensor) -> torch.Tensor:
         if self.spec.rotation == "hadamard":
@@ -189,7 +191,8 @@ class BlockStore:
             index = _along(promoted, unpacked)
             low = self._extra_layout.unpack(self.extra[:, :, first:last])
             unpacked = unpacked.scatter(-2, index, (unpacked.gather(-2, index) << EXTRA_BITS) | low)
-        return QuantizedGroups(unpacked, self.scale[:, :, first:last], zero_point, factor, promoted)
+        second = None if self.second_level is None else self.second_level[:, :, first:last]
+        return QuantizedGroups(unpacked, self.scale[:, :, first:last], zero_point, factor, promoted, second)
 
     # ---- acting on everything stored ---------------------------------------------------------------------------
 
@@ -220,7 +223,7 @@ class BlockStore:
         parts = {"codes": 0, "scales": 0, "zero_points": 0, "unused": 0}
         words = ("scales",) if self.spec.symmetric else ("scales", "zero_points")
         shares = {"codes": ("codes",), "scale": ("scales",), "zero_point": ("zero_points",), "metadata": words}
-        shares |= {"factor": ("scales",), "promoted": ("scales",), "extra": ("codes",)}
+        shares |= {"factor": ("scales",), "promoted": ("scales",), "extra": ("codes",), "second_level": ("scales",)}
         for name in PARTS:
             tensor = getattr(self, name)
             if tensor is not None:
@@ -257,6 +260,7 @@ class BlockStore:
             factor=state.get("factor"),
             extra=state.get("extra"),
             promoted=state.get("promoted"),
+            second_level=state.get("second_level"),
         )
         if self.own_layout is not None and self.layout is not None and encoded.scale is not None:
             codes = self.layout.unpack(encoded.codes)
@@ -273,6 +277,7 @@ class BlockStore:
             expected |= {"scale"} if self.spec.symmetric else {"scale", "zero_point"}
             expected |= {"factor"} if self.spec.has_factor else set()
             expected |= {"extra", "promoted"} if self.spec.promoted else set()
+            expected |= {"second_level"} if self.spec.has_second_level else set()
         if set(state) != expected:
             raise ValueError(f"stored blocks must have the tensors {sorted(expected)}, got {sorted(state)}.")
         lead = state["codes"].shape[:3]
@@ -283,6 +288,7 @@ class BlockStore:
         shapes: dict[str, tuple[int, ...]] = {"codes": codes, "factor": (row,), "promoted": (promoted,)}
         shapes["extra"] = (promoted, self._extra_layout.num_bytes)
         groups = (rows, -(-row // self.spec.group_size))
+        shapes["second_level"] = (1 + self.spec.num_listed(groups[0] * groups[1]),)
         for name, tensor in state.items():
             shape = tuple(lead) + shapes.get(name, groups)
             if tuple(tensor.shape) != shape:

@@ -4,6 +4,7 @@ import torch
 
 from kvquant_hf.quantizers.affine import AffineQuantizer
 from kvquant_hf.quantizers.base import QuantizedGroups, Quantizer
+from kvquant_hf.quantizers.byte_metadata import ByteMetadataQuantizer
 from kvquant_hf.quantizers.promoted import PromotedQuantizer
 from kvquant_hf.quantizers.variance_normalized import VarianceNormalizedQuantizer
 from kvquant_hf.spec import QuantSpec
@@ -16,12 +17,15 @@ QUANTIZERS: dict[str, type[Quantizer]] = {
 
 def quantizer_of(spec: QuantSpec, partners: torch.Tensor | None = None) -> Quantizer:
     """The quantizer of some settings; `partners` is for `PromotedQuantizer`."""
+    if spec.has_second_level:
+        return ByteMetadataQuantizer(spec, partners)
     return PromotedQuantizer(spec, partners) if spec.promoted else QUANTIZERS[spec.method](spec)
 
 
 __all__ = [
     "QUANTIZERS",
     "AffineQuantizer",
+    "ByteMetadataQuantizer",
     "PromotedQuantizer",
     "QuantizedGroups",
     "Quantizer",

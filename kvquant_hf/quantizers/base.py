@@ -21,6 +21,8 @@ class QuantizedGroups:
         factor: `[..., length]`, one number per element of a row, the same for all rows of a block: per token for keys
             whose rows are channels, per channel for values whose rows are tokens. `None`: 1.
         promoted: `[..., P]`, uint8, ascending: rows whose codes have two more bits, below `2 ** (nbits + 2)`.
+        second_level: `[..., 1 + listed]`: what scales and zero points are relative to where these are uint8
+            (`kvquant_hf.quantizers.second_level`).
     """
 
     codes: torch.Tensor
@@ -28,6 +30,7 @@ class QuantizedGroups:
     zero_point: torch.Tensor | None
     factor: torch.Tensor | None = None
     promoted: torch.Tensor | None = None
+    second_level: torch.Tensor | None = None
 
 
 class Quantizer(Protocol):
