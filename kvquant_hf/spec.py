@@ -93,7 +93,7 @@ class QuantSpec:
 
     @property
     def has_second_level(self) -> bool:
-        """Whether scales and zero points are bytes, beside numbers shared by a block (`QuantizedGroups.second_level`)."""
+        """Whether scales and zero points are bytes (`QuantizedGroups.second_level`)."""
         return self.is_quantized and self.metadata_nbits == 8
 
     def num_listed(self, num_groups: int) -> int:

@@ -21,9 +21,8 @@ class BlockStore:
     Per-channel codes are stored `[B, H, N, D, bytes]` with the tokens of a channel side by side, per-token codes
     `[B, H, N, L, bytes]` with the channels of a token side by side; scales and zero points `[…, groups]` likewise,
     factors `[B, H, N, L]` (per-channel codes) or `[B, H, N, D]` (per-token codes). Of promoted channels the low two
-    bits lie apart, `[B, H, N, P, L / 4]`, beside the channels' numbers `[B, H, N, P]`. Numbers that 8-bit metadata is relative to
-    are `[B, H, N, 1 + listed]`. Unquantized blocks (16 bits)
-    are `[B, H, N, L, D]` in the model's dtype.
+    bits lie apart, `[B, H, N, P, L / 4]`, beside the channels' numbers `[B, H, N, P]`. Unquantized blocks (16 bits)
+    are `[B, H, N, L, D]` in the model's dtype. What 8-bit metadata is relative to is `[B, H, N, 1 + listed]`.
 
     Args:
         spec: How the tensor is stored.

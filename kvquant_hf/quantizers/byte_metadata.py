@@ -22,7 +22,7 @@ class ByteMetadataQuantizer(AffineQuantizer):
     narrowest groups.
 
     A constant group is off by at most half a step: not at all where it is zero; by the rounding of its listed zero
-    point (none for numbers of a half type), as one of the farthest from zero; and by at most `|x| / (2 · levels · 11)`
+    point (none for numbers of a half type), as one of the farthest from zero; and by at most `|x| / (2 · levels · 14)`
     otherwise. Clipped ranges are chosen among those that bytes can say.
 
     Args:
@@ -82,11 +82,9 @@ class ByteMetadataQuantizer(AffineQuantizer):
             low = -high
         else:
             num_listed = self._spec.num_listed(low.shape[-2] * low.shape[-1])
-        is_clipped = self.clip == "mse"
-        narrowest = _CLIP_SHARES[-1] if is_clipped else 1.0
-        second = SecondLevel(low, high, levels[..., None], num_listed, narrowest)
+        second = SecondLevel(low, high, levels[..., None], num_listed)
         best = second.stored(low, high)
-        if not is_clipped:
+        if self.clip != "mse":
             return second, best
         error = self._error(groups, best, levels)
         middle, half = low / 2 + high / 2, high / 2 - low / 2

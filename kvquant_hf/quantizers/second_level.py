@@ -1,9 +1,10 @@
 """Scales and zero points in a byte each, with a few numbers per block and head that say what the bytes stand for.
 
 A scale is `base · 2^-((255 - byte) / 32)`, the zero of which is byte 0; a zero point is what puts the middle of the
-grid at `span · 0.35 · sinh((byte - 128) / 28)`, with `span = scale · levels` the width of the grid. Near zero its steps
-are an 80th of the width, and always below a 28th of the distance from zero plus that. Byte 0 of a zero point stands for
-the next number of a list, which holds the zero points of those groups that lie farthest from zero for their width.
+grid at `span · 0.35 · sinh((byte - 128) / 28)`, with `span = scale · levels` the width of the grid. Near zero its
+steps are an 80th of the width, and always below a 28th of the distance from zero plus that. Byte 0 of a zero point
+stands for the next number of a list, which holds the zero points of those groups that lie farthest from zero for their
+width.
 """
 
 import math
@@ -101,12 +102,9 @@ class SecondLevel:
         high: Maxima.
         levels: As for `expand_zero_points`.
         num_listed: Zero points that are listed as they are; `None` for symmetric codes, which have none.
-        narrowest: Share of a range that scales must be able to follow.
     """
 
-    def __init__(
-        self, low: torch.Tensor, high: torch.Tensor, levels: torch.Tensor, num_listed: int | None, narrowest: float
-    ) -> None:
+    def __init__(self, low: torch.Tensor, high: torch.Tensor, levels: torch.Tensor, num_listed: int | None) -> None:
         self._levels = levels
         self._positions = self._listed = None
         step, middle = _step_and_middle(low, high, levels)
@@ -121,7 +119,9 @@ class SecondLevel:
             needed = torch.where(self._listed, step, _wide_enough(step, middle))
             extent = torch.where(self._listed, torch.maximum(low.abs(), high.abs()), 0.0)
         base = _largest(needed)
-        half = (base <= 0.99 * _HALF_MAX) & ((base == 0) | (base >= _HALF_NORMAL)) & (extent.amax((-2, -1)) <= _HALF_MAX)
+        half = (
+            (base <= 0.99 * _HALF_MAX) & ((base == 0) | (base >= _HALF_NORMAL)) & (extent.amax((-2, -1)) <= _HALF_MAX)
+        )
         self._half = half[..., None, None]
         if self._listed is not None:  # a listed zero point that float16 rounds down widens its group
             zero_point = self._rounded(low, up=False)
@@ -129,7 +129,7 @@ class SecondLevel:
             base = _largest(needed)
         self._base = self._rounded(base[..., None, None], up=True)
         smallest = torch.where(needed > 0, needed, torch.inf).amin((-2, -1), keepdim=True)
-        is_coarse = smallest * narrowest < self._base * 2.0 ** (-254 / _STEPS[0])
+        is_coarse = smallest < self._base * 2.0 ** (-254 / _STEPS[0])
         self._coarse = is_coarse & torch.isfinite(smallest)
 
     def _rounded(self, numbers: torch.Tensor, *, up: bool) -> torch.Tensor:
@@ -181,9 +181,7 @@ class SecondLevel:
         return scale
 
 
-def _step_and_middle(
-    low: torch.Tensor, high: torch.Tensor, levels: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _step_and_middle(low: torch.Tensor, high: torch.Tensor, levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Width and middle of ranges, both over `levels`: neither they nor sums of two of them overflow."""
     return high / levels - low / levels, (low / 2 + high / 2) / levels
 

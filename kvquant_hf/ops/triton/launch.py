@@ -34,7 +34,7 @@ def unsupported(view: "KVView") -> str | None:
     if key.spec.is_quantized and key.spec.promoted:
         return "keys with promoted channels"
     if key.spec.has_second_level or value.spec.has_second_level:
-        return "`metadata_nbits` of 8"
+        return "`metadata_nbits=8`"
     if value.spec.is_quantized and value.spec.granularity != "per_token":
         return f"values {value.spec.granularity}"
     if key.spec.is_quantized and key.spec.rotation != "none" and view.rotation is not None:
