@@ -79,6 +79,15 @@ STATES = {
             value={"method": "variance_normalized", "rotation": "hadamard"},
         ),
     ),
+    "metadata-of-8-bits": _fill(
+        100,
+        settings(
+            2,
+            3,
+            key={"metadata_nbits": 8, "promoted": 0.25},
+            value={"metadata_nbits": 8, "rotation": "hadamard", "symmetric": True, "clip": "mse"},
+        ),
+    ),
     "lossless": _fill(100, LOSSLESS["16-bit"]),
 }
 

@@ -25,6 +25,12 @@ SPECS += [
     for granularity in ("per_channel", "per_token")
     for rotation, symmetric in (("none", False), ("hadamard", True))
 ]
+SPECS += [
+    QuantSpec(nbits, granularity, 16, rotation=rotation, symmetric=symmetric, metadata_nbits=8)
+    for nbits in (2, 8)
+    for granularity in ("per_channel", "per_token")
+    for rotation, symmetric in (("none", False), ("hadamard", True))
+]
 SPECS += [QuantSpec(nbits=16)]
 
 
@@ -62,7 +68,7 @@ def test_reported_bytes_are_the_storages(spec):
     store = BlockStore(spec, L, 32, torch.bfloat16)
     for i in range(9):
         store.append(store.encode(blocks_of(1, 32, seed=i)))
-        parts = (store.codes, store.scale, store.zero_point, store.factor)
+        parts = (store.codes, store.scale, store.zero_point, store.factor, store.second_level)
         held = sum(t.untyped_storage().nbytes() for t in parts if t is not None)
         assert sum(store.bytes_by_part().values()) == held
     values = B * H * 9 * L * 32

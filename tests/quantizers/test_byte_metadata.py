@@ -162,7 +162,7 @@ def test_constant_groups_among_others_are_exact(nbits, value):
     assert torch.equal(values[:, 5], rows[:, 5])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     exponent=st.integers(-40, 38),
     spread=st.floats(0, 12),
