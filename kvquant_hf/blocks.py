@@ -7,10 +7,21 @@ import torch
 from kvquant_hf.quantizers import QuantizedGroups
 
 # The tensors that blocks consist of; which of them there are depends on the layout and the settings.
-PARTS = ("codes", "scale", "zero_point", "metadata", "factor", "extra", "promoted", "outlier_index", "outlier_value")
+PARTS = (
+    "codes",
+    "scale",
+    "zero_point",
+    "metadata",
+    "factor",
+    "extra",
+    "promoted",
+    "outlier_index",
+    "outlier_value",
+    "second_level",
+)
 
 # Those of the common layout, which files hold.
-STATE_PARTS = ("codes", "scale", "zero_point", "factor", "extra", "promoted", "outlier_index", "outlier_value")
+STATE_PARTS = tuple(name for name in PARTS if name != "metadata")
 
 
 class EncodedBlocks:
@@ -18,7 +29,8 @@ class EncodedBlocks:
 
     `codes`, with `scale` and `zero_point` where there are any, or with `metadata` in a layout that keeps both in one;
     `factor` where the method has one; `extra` and `promoted`, the low bits and the numbers of promoted channels, where
-    there are any; `outlier_index` and `outlier_value` likewise of outliers.
+    there are any; `outlier_index` and `outlier_value` likewise of outliers; `second_level` where scales and zero
+    points are bytes.
     """
 
     __slots__ = PARTS
@@ -34,10 +46,11 @@ class EncodedBlocks:
         promoted: torch.Tensor | None = None,
         outlier_index: torch.Tensor | None = None,
         outlier_value: torch.Tensor | None = None,
+        second_level: torch.Tensor | None = None,
     ) -> None:
         self.codes, self.scale, self.zero_point, self.metadata = codes, scale, zero_point, metadata
         self.factor, self.extra, self.promoted = factor, extra, promoted
-        self.outlier_index, self.outlier_value = outlier_index, outlier_value
+        self.outlier_index, self.outlier_value, self.second_level = outlier_index, outlier_value, second_level
 
 
 class BlockLayout(Protocol):

@@ -10,6 +10,7 @@ GRANULARITIES = ("per_channel", "per_token")
 ROPE_ORDERS = ("pre", "post")
 ROTATIONS = ("none", "hadamard")
 CLIPS = ("minmax", "mse")
+METADATA_NBITS = (8, 16)
 PROMOTED_SHARES = (0.0, 0.125, 0.25, 0.5)
 OUTLIER_SHARES = (0.0, 0.005, 0.01, 0.02)
 # Bits that a promoted channel has more than the others.
@@ -50,6 +51,8 @@ class QuantSpec:
         outliers: Share of the entries of a block that are kept exact beside the codes and widen no range: those whose
             absence narrows the ranges of the block most (KVQuant, arXiv 2401.18079 section 3.4). For affine codes
             without promoted channels.
+        metadata_nbits: Bits per scale and per zero point; 8 bits are relative to numbers that the groups of a block
+            and head share (`kvquant_hf.quantizers.second_level`). For affine codes.
     """
 
     nbits: int = 4
@@ -62,6 +65,7 @@ class QuantSpec:
     clip: str = "minmax"
     promoted: float = 0.0
     outliers: float = 0.0
+    metadata_nbits: int = 16
 
     def __post_init__(self) -> None:
         check_choice("nbits", self.nbits, NBITS)
@@ -78,18 +82,21 @@ class QuantSpec:
                 object.__setattr__(self, name, 0.0)  # YAML reads 0 as an integer
         check_choice("promoted", self.promoted, PROMOTED_SHARES)
         check_choice("outliers", self.outliers, OUTLIER_SHARES)
+        check_choice("metadata_nbits", self.metadata_nbits, METADATA_NBITS)
         plain = {"granularity": ("per_channel",), "method": ("affine",), "symmetric": (False,), "nbits": (2, 3, 4)}
-        self._check_share("promoted", plain)
-        self._check_share("outliers", {"method": ("affine",), "promoted": (0.0,), "nbits": (2, 3, 4, 8)})
+        self._check_goes_with("promoted", 0, plain)
+        self._check_goes_with("outliers", 0, {"method": ("affine",), "promoted": (0.0,), "nbits": (2, 3, 4, 8)})
+        self._check_goes_with("metadata_nbits", 16, {"method": ("affine",), "outliers": (0.0,)})
 
-    def _check_share(self, share: str, allowed: dict[str, tuple[object, ...]]) -> None:
-        """Raise if a share is not 0 and another setting is none of those that it goes with."""
-        if not getattr(self, share):
+    def _check_goes_with(self, setting: str, default: int, allowed: dict[str, tuple[object, ...]]) -> None:
+        """Raise if a setting is not its default and another one is none of those that it goes with."""
+        chosen = getattr(self, setting)
+        if chosen == default:
             return
         for name, choices in allowed.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
-                    f"`{share}` must be 0 unless `{name}` is one of {choices}, got {share}={getattr(self, share)} and "
+                    f"`{setting}` must be {default} unless `{name}` is one of {choices}, got {setting}={chosen} and "
                     f"{name}={getattr(self, name)!r}."
                 )
 
@@ -100,6 +107,15 @@ class QuantSpec:
     def num_outliers(self, entries: int) -> int:
         """Entries kept exact in a block of one head that has so many: at least one if any."""
         return max(1, round(self.outliers * entries)) if self.outliers else 0
+
+    @property
+    def has_second_level(self) -> bool:
+        """Whether scales and zero points are bytes (`QuantizedGroups.second_level`)."""
+        return self.is_quantized and self.metadata_nbits == 8
+
+    def num_listed(self, num_groups: int) -> int:
+        """Zero points that a block of so many groups keeps in 16 bits where the others take 8."""
+        return 0 if self.symmetric else max(1, num_groups // 32)
 
     @property
     def is_quantized(self) -> bool:
@@ -127,8 +143,9 @@ class QuantSpec:
         return self.nbits + EXTRA_BITS * self.num_promoted(head_dim) / head_dim
 
     def metadata_bits(self, head_dim: int, block_length: int | None = None) -> float:
-        """Bits per value spent on 16-bit scales, zero points and factors, on the numbers of promoted channels, and on
-        outliers (16 bits for each value and each position).
+        """Bits per value spent on scales, zero points and factors, numbers of promoted channels and outliers.
+
+        An outlier takes 16 bits for its value and 16 for its position.
 
         Args:
             head_dim: Size of a key or value.
@@ -136,14 +153,18 @@ class QuantSpec:
         """
         if not self.is_quantized:
             return 0.0
-        words = 1 if self.symmetric else 2
+        words = (1 if self.symmetric else 2) * self.metadata_nbits / 16
         entries = head_dim * (block_length or self.token_group)
-        outliers = 32.0 * self.num_outliers(entries) / entries
+        shared = 32.0 * self.num_outliers(entries) / entries
+        if self.has_second_level:
+            length = block_length or max(self.token_group, 32)
+            rows, row = (head_dim, length) if self.granularity == "per_channel" else (length, head_dim)
+            shared += 16.0 * (1 + self.num_listed(rows * -(-row // self.group_size))) / (rows * row)
         if self.granularity == "per_channel":
             numbers = 8.0 * self.num_promoted(head_dim) / head_dim / (block_length or self.token_group)
-            return 16.0 * words / self.group_size + 16.0 * self.has_factor / head_dim + numbers + outliers
+            return 16.0 * words / self.group_size + 16.0 * self.has_factor / head_dim + numbers + shared
         factor = 16.0 * self.has_factor / (block_length or self.token_group)
-        return 16.0 * words * -(-head_dim // self.group_size) / head_dim + factor + outliers
+        return 16.0 * words * -(-head_dim // self.group_size) / head_dim + factor + shared
 
     def bits_per_value(self, head_dim: int, block_length: int | None = None) -> float:
         """Bits of a stored value, metadata included; 16 for what is stored as it is. Arguments as above."""
@@ -158,5 +179,6 @@ class QuantSpec:
         parts += [self.method] * (self.method != "affine")
         parts += ["symmetric"] * self.symmetric
         parts += [f"clip {self.clip}"] * (self.clip != "minmax")
+        parts += [f"{self.metadata_nbits}-bit metadata"] * self.has_second_level
         parts += [self.rotation] * (self.rotation != "none")
         return " ".join(parts)

@@ -30,7 +30,8 @@ class BlockStore:
     `[B, H, N, L, bytes]` with the channels of a token side by side; scales and zero points `[…, groups]` likewise,
     factors `[B, H, N, L]` (per-channel codes) or `[B, H, N, D]` (per-token codes). Of promoted channels the low two
     bits lie apart, `[B, H, N, P, L / 4]`, beside the channels' numbers `[B, H, N, P]`; of outliers
-    places and values, `[B, H, N, K]` each. Unquantized blocks (16 bits) are `[B, H, N, L, D]` in the model's dtype.
+    places and values, `[B, H, N, K]` each. What 8-bit metadata is relative to is `[B, H, N, 1 + listed]`. Unquantized
+    blocks (16 bits) are `[B, H, N, L, D]` in the model's dtype.
 
     Args:
         spec: How the tensor is stored.
@@ -72,6 +73,7 @@ class BlockStore:
         self.promoted: torch.Tensor | None = None
         self.outlier_index: torch.Tensor | None = None
         self.outlier_value: torch.Tensor | None = None
+        self.second_level: torch.Tensor | None = None
         self.own_layout = own_layout if spec.is_quantized else None
         self._left: BlockLayout | None = None
         self._quantizer: Quantizer | None = quantizer_of(spec, partners) if spec.is_quantized else None
@@ -110,7 +112,9 @@ class BlockStore:
             extra = self._extra_layout.pack(low)
         packed, parameters = self.layout.pack(codes), (groups.scale, groups.zero_point)
         outliers = groups.outliers or (None, None)
-        return EncodedBlocks(packed, *parameters, None, groups.factor, extra, groups.promoted, *outliers)
+        return EncodedBlocks(
+            packed, *parameters, None, groups.factor, extra, groups.promoted, *outliers, groups.second_level
+        )
 
     def _rows(self, blocks: torch.Tensor) -> torch.Tensor:
         if self.spec.rotation == "hadamard":
@@ -198,7 +202,8 @@ class BlockStore:
         outliers = None
         if blocks.outlier_index is not None and blocks.outlier_value is not None:
             outliers = Outliers(blocks.outlier_index, blocks.outlier_value)
-        return QuantizedGroups(codes, blocks.scale, blocks.zero_point, blocks.factor, blocks.promoted, outliers)
+        parameters = (blocks.scale, blocks.zero_point, blocks.factor)
+        return QuantizedGroups(codes, *parameters, blocks.promoted, outliers, blocks.second_level)
 
     # ---- acting on everything stored ---------------------------------------------------------------------------
 
@@ -229,7 +234,7 @@ class BlockStore:
         parts = {"codes": 0, "scales": 0, "zero_points": 0, "unused": 0}
         words = ("scales",) if self.spec.symmetric else ("scales", "zero_points")
         shares = {"codes": ("codes",), "scale": ("scales",), "zero_point": ("zero_points",), "metadata": words}
-        shares |= {"factor": ("scales",), "promoted": ("scales",), "extra": ("codes",)}
+        shares |= {"factor": ("scales",), "promoted": ("scales",), "extra": ("codes",), "second_level": ("scales",)}
         shares |= {"outlier_index": ("scales",), "outlier_value": ("scales",)}
         for name in PARTS:
             tensor = getattr(self, name)
@@ -269,6 +274,7 @@ class BlockStore:
             promoted=state.get("promoted"),
             outlier_index=state.get("outlier_index"),
             outlier_value=state.get("outlier_value"),
+            second_level=state.get("second_level"),
         )
         if self.own_layout is not None:
             encoded = self._encoded(self._unpacked(encoded, None))
@@ -285,6 +291,7 @@ class BlockStore:
             expected |= {"factor"} if self.spec.has_factor else set()
             expected |= {"extra", "promoted"} if self.spec.promoted else set()
             expected |= {"outlier_index", "outlier_value"} if self.spec.outliers else set()
+            expected |= {"second_level"} if self.spec.has_second_level else set()
         if set(state) != expected:
             raise ValueError(f"stored blocks must have the tensors {sorted(expected)}, got {sorted(state)}.")
         lead = state["codes"].shape[:3]
@@ -297,6 +304,7 @@ class BlockStore:
         entries = self.block_length * self.head_dim
         shapes |= dict.fromkeys(("outlier_index", "outlier_value"), (self.spec.num_outliers(entries),))
         groups = (rows, -(-row // self.spec.group_size))
+        shapes["second_level"] = (1 + self.spec.num_listed(groups[0] * groups[1]),)
         for name, tensor in state.items():
             shape = tuple(lead) + shapes.get(name, groups)
             if tuple(tensor.shape) != shape:

@@ -90,6 +90,15 @@ STATES = {
             value={"granularity": "per_channel", "method": "innerq"},
         ),
     ),
+    "metadata-of-8-bits": _fill(
+        100,
+        settings(
+            2,
+            3,
+            key={"metadata_nbits": 8, "promoted": 0.25},
+            value={"metadata_nbits": 8, "rotation": "hadamard", "symmetric": True, "clip": "mse"},
+        ),
+    ),
     "lossless": _fill(100, LOSSLESS["16-bit"]),
 }
 

@@ -32,6 +32,12 @@ SPECS += [
     for symmetric in (False, True)
     for method in ({"method": "innerq"}, {"outliers": 0.02})
 ]
+SPECS += [
+    QuantSpec(nbits, granularity, 16, rotation=rotation, symmetric=symmetric, metadata_nbits=8)
+    for nbits in (2, 8)
+    for granularity in ("per_channel", "per_token")
+    for rotation, symmetric in (("none", False), ("hadamard", True))
+]
 SPECS += [QuantSpec(nbits=16)]
 
 

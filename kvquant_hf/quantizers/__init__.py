@@ -4,6 +4,7 @@ import torch
 
 from kvquant_hf.quantizers.affine import AffineQuantizer
 from kvquant_hf.quantizers.base import Outliers, QuantizedGroups, Quantizer
+from kvquant_hf.quantizers.byte_metadata import ByteMetadataQuantizer
 from kvquant_hf.quantizers.innerq import InnerQuantizer
 from kvquant_hf.quantizers.outliers import OutlierQuantizer, check_places, places_of
 from kvquant_hf.quantizers.promoted import PromotedQuantizer, along, join_codes, split_codes
@@ -21,12 +22,15 @@ def quantizer_of(spec: QuantSpec, partners: torch.Tensor | None = None) -> Quant
     """The quantizer of some settings; `partners` is for `PromotedQuantizer`."""
     if spec.outliers:
         return OutlierQuantizer(spec)
+    if spec.has_second_level:
+        return ByteMetadataQuantizer(spec, partners)
     return PromotedQuantizer(spec, partners) if spec.promoted else QUANTIZERS[spec.method](spec)
 
 
 __all__ = [
     "QUANTIZERS",
     "AffineQuantizer",
+    "ByteMetadataQuantizer",
     "InnerQuantizer",
     "OutlierQuantizer",
     "Outliers",

@@ -35,6 +35,8 @@ class QuantizedGroups:
             whose rows are channels, per channel for values whose rows are tokens. `None`: 1.
         promoted: `[..., P]`, uint8, ascending: rows whose codes have two more bits, below `2 ** (nbits + 2)`.
         outliers: Entries that are these values, whatever their codes say.
+        second_level: `[..., 1 + listed]`: what scales and zero points are relative to where these are uint8
+            (`kvquant_hf.quantizers.second_level`).
     """
 
     codes: torch.Tensor
@@ -43,6 +45,7 @@ class QuantizedGroups:
     factor: torch.Tensor | None = None
     promoted: torch.Tensor | None = None
     outliers: Outliers | None = None
+    second_level: torch.Tensor | None = None
 
 
 class Quantizer(Protocol):

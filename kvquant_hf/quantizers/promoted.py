@@ -32,7 +32,7 @@ class PromotedQuantizer:
     ) -> QuantizedGroups:
         """Codes of rows, see `Quantizer.quantize`; each row is a channel."""
         fitted = self._plain.grouped(rows if range_rows is None else range_rows)
-        promoted = self._widest(fitted)
+        promoted = self.widest(fitted)
         chosen = torch.zeros(rows.shape[:-1], dtype=torch.bool, device=rows.device)
         chosen.scatter_(-1, promoted.long(), True)
         scale, zero_point = self._plain.fit(fitted)
@@ -49,7 +49,7 @@ class PromotedQuantizer:
         """Values of codes, see `Quantizer.dequantize`."""
         return self._plain.dequantize(groups)
 
-    def _widest(self, groups: torch.Tensor) -> torch.Tensor:
+    def widest(self, groups: torch.Tensor) -> torch.Tensor:
         """Rows to promote, `[..., P]`, uint8, ascending, of groups `[..., rows, groups, n]`."""
         # The widest group counts: a maximum depends on no order, as a sum would.
         spread = (groups.amax(-1) - groups.amin(-1)).amax(-1)

@@ -99,6 +99,8 @@ def test_a_failing_compiler_is_quoted(clean_slate, monkeypatch, tmp_path):
     [
         ({"dtype": torch.float64}, "keys in torch.float64 and values in torch.float64"),
         ({"key": {"granularity": "per_token"}}, "keys per_token and values per_token"),
+        ({"key": {"metadata_nbits": 8}}, "`metadata_nbits=8`"),
+        ({"value": {"metadata_nbits": 8}}, "`metadata_nbits=8`"),
         ({"head_dim": 40}, r"head sizes 40 and 40"),
     ],
 )

@@ -51,6 +51,7 @@ def can_encode(spec: "QuantSpec", dtype: torch.dtype, device: torch.device, bloc
         device.type == "cpu"
         and spec.method == "affine"
         and not spec.outliers
+        and not spec.has_second_level
         and not (spec.promoted and spec.clip == "mse")
         and dtype in ELEMENT_KINDS
         and block_length % 16 == 0

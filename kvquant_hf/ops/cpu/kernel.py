@@ -44,6 +44,8 @@ def _obstacle(view: "KVView") -> str | None:
         value.is_quantized and value.granularity != "per_token"
     ):
         return f"keys {key.granularity} and values {value.granularity}"
+    if key.has_second_level or value.has_second_level:
+        return "`metadata_nbits=8`"
     head_dim, value_dim = view.key_shape[3], view.value_shape[3]
     if head_dim % 16 or value_dim % 16 or max(head_dim, value_dim) > 256:
         return f"head sizes {head_dim} and {value_dim} (multiples of 16 up to 256)"

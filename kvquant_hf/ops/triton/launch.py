@@ -36,6 +36,8 @@ def unsupported(view: "KVView") -> str | None:
             return "keys or values with `outliers`"
     if key.spec.is_quantized and key.spec.granularity != "per_channel":
         return f"keys {key.spec.granularity}"
+    if key.spec.has_second_level or value.spec.has_second_level:
+        return "`metadata_nbits=8`"
     if value.spec.is_quantized and value.spec.granularity != "per_token":
         return f"values {value.spec.granularity}"
     if key.spec.is_quantized and key.spec.rotation != "none" and view.rotation is not None:
