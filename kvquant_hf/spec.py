@@ -13,7 +13,10 @@ CLIPS = ("minmax", "mse")
 PROMOTED_SHARES = (0.0, 0.125, 0.25, 0.5)
 # Bits that a promoted channel has more than the others.
 EXTRA_BITS = 2
-METHODS = ("affine", "variance_normalized")
+METHODS = ("affine", "variance_normalized", "turboquant")
+# Tables of levels (`kvquant_hf.quantizers.levels`) and the bits there are codes of; evenly spaced levels need no table.
+LEVELS_NBITS = {"gaussian": (2, 3, 4), "laplace": (2, 3, 4), "e4m3": (8,), "e5m2": (8,), "e2m1": (4,)}
+LEVELS = ("uniform", *LEVELS_NBITS)
 # Methods that treat a block as a tile of tokens and channels, and store a factor along its rows.
 _TILE_METHODS = ("variance_normalized",)
 
@@ -34,13 +37,17 @@ class QuantSpec:
             undoes it on reading (QuaRot, arXiv 2404.00456 section 4).
         method: Quantizer, a name in `kvquant_hf.quantizers.QUANTIZERS`: `affine`, or `variance_normalized`, which
             first brings channels and tokens of a tile to equal spread (KVarN, arXiv 2606.03458). Its tiles have at
-            least `group_size` tokens.
+            least `group_size` tokens. `turboquant` keeps the norm of each token, with Gaussian levels in the Hadamard
+            basis (TurboQuant, arXiv 2504.19874); its settings are those of the presets of that name.
         symmetric: Codes evenly about zero, at odd multiples of half a scale, with no zero point to store. Pays for
             values in the Hadamard basis, whose mean is zero.
         clip: Range of a group: its minimum and maximum (`minmax`), or the shrunken range of least squared error
             (`mse`).
         promoted: Share of the channels of a block that get two more bits, those of widest range (Kitty, arXiv
             2511.18643). For affine, asymmetric codes per channel of 2 to 4 bits.
+        levels: What codes stand for before scale and zero point: evenly spaced numbers (`uniform`), the levels of least
+            squared error for a `gaussian` or `laplace` density (2 to 4 bits), or the numbers of a floating-point
+            format, `e4m3` and `e5m2` (8 bits), `e2m1` (4 bits). `symmetric` drops the zero point of any of them.
     """
 
     nbits: int = 4
@@ -52,6 +59,7 @@ class QuantSpec:
     symmetric: bool = False
     clip: str = "minmax"
     promoted: float = 0.0
+    levels: str = "uniform"
 
     def __post_init__(self) -> None:
         check_choice("nbits", self.nbits, NBITS)
@@ -67,9 +75,26 @@ class QuantSpec:
         check_choice("promoted", self.promoted, PROMOTED_SHARES)
         if self.promoted:
             self._check_promotion()
+        check_choice("levels", self.levels, LEVELS)
+        if self.is_quantized:
+            self._check_levels()
+
+    def _check_levels(self) -> None:
+        needs: dict[str, tuple[object, ...]] = {}
+        if self.method == "turboquant":
+            needs = {"levels": ("gaussian",), "granularity": ("per_token",), "symmetric": (True,)}
+            needs |= {"rotation": ("hadamard",), "nbits": LEVELS_NBITS["gaussian"]}
+            why = "`method='turboquant'`"
+        elif self.levels != "uniform":
+            needs = {"nbits": LEVELS_NBITS[self.levels], "method": ("affine",)}
+            why = f"`levels={self.levels!r}`"
+        for name, choices in needs.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"`{name}` must be one of {choices} with {why}, got {getattr(self, name)!r}.")
 
     def _check_promotion(self) -> None:
         allowed = {"granularity": ("per_channel",), "method": ("affine",), "symmetric": (False,), "nbits": (2, 3, 4)}
+        allowed["levels"] = ("uniform",)
         for name, choices in allowed.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
@@ -126,6 +151,7 @@ class QuantSpec:
         parts = [f"{self.nbits}-bit {self.granularity}", f"group {self.group_size}"]
         parts += [f"{self.promoted:.1%} of channels {self.nbits + EXTRA_BITS}-bit"] * bool(self.promoted)
         parts += [self.method] * (self.method != "affine")
+        parts += [f"{self.levels} levels"] * (self.levels != "uniform")
         parts += ["symmetric"] * self.symmetric
         parts += [f"clip {self.clip}"] * (self.clip != "minmax")
         parts += [self.rotation] * (self.rotation != "none")

@@ -23,7 +23,7 @@ def round_trip(rows: torch.Tensor, **settings) -> tuple[torch.Tensor, object]:
     return quantizer.dequantize(groups), groups
 
 
-@pytest.mark.parametrize("name", sorted(QUANTIZERS))
+@pytest.mark.parametrize("name", sorted(set(QUANTIZERS) - {"turboquant"}))  # which has no uniform levels
 @pytest.mark.parametrize(
     ("nbits", "group_size", "length"), list(itertools.product(NBITS, GROUPS, (16, 63, 64, 128, 200)))
 )

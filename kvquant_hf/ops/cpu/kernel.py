@@ -35,6 +35,9 @@ def _obstacle(view: "KVView") -> str | None:
         return f"tensors on {view.device.type}"
     if view.key_dtype != view.value_dtype or view.key_dtype not in ELEMENT_KINDS:
         return f"keys in {view.key_dtype} and values in {view.value_dtype}"
+    uneven = {spec.levels for spec in (key, value) if spec.is_quantized and spec.levels != "uniform"}
+    if uneven:
+        return f"codes of uneven levels (`levels` {', '.join(sorted(uneven))})"
     if (key.is_quantized and key.granularity != "per_channel") or (
         value.is_quantized and value.granularity != "per_token"
     ):

@@ -29,6 +29,9 @@ def unsupported(view: "KVView") -> str | None:
     key, value = view.key_store, view.value_store
     if torch.float64 in (view.key_dtype, view.value_dtype):
         return "float64"
+    for store in (key, value):
+        if store.spec.is_quantized and store.spec.levels != "uniform":
+            return f"codes of uneven levels (`levels` {store.spec.levels})"
     if key.spec.is_quantized and key.spec.granularity != "per_channel":
         return f"keys {key.spec.granularity}"
     if key.spec.is_quantized and key.spec.promoted:

@@ -73,6 +73,8 @@ def word_layouts(
         return None, None
     if (value.is_quantized and value.granularity != "per_token") or key.promoted:
         return None, None
+    if any(spec.is_quantized and spec.levels != "uniform" for spec in specs):
+        return None, None
     keys = WordLayout(key, block_length, ChannelOrder.of(rotation, head_dims[0])) if key.is_quantized else None
     values = WordLayout(value, block_length, ChannelOrder(head_dims[1])) if value.is_quantized else None
     return keys, values
