@@ -14,7 +14,7 @@ PROMOTED_SHARES = (0.0, 0.125, 0.25, 0.5)
 # Bits that a promoted channel has more than the others.
 EXTRA_BITS = 2
 METHODS = ("affine", "variance_normalized", "turboquant")
-# Tables of levels (`kvquant_hf.quantizers.levels`) and the bits there are codes of; evenly spaced levels need no table.
+# Tables of levels (`kvquant_hf.quantizers.levels`) and the bits of their codes; evenly spaced levels need none.
 LEVELS_NBITS = {"gaussian": (2, 3, 4), "laplace": (2, 3, 4), "e4m3": (8,), "e5m2": (8,), "e2m1": (4,)}
 LEVELS = ("uniform", *LEVELS_NBITS)
 # Methods that treat a block as a tile of tokens and channels, and store a factor along its rows.
@@ -45,8 +45,8 @@ class QuantSpec:
             (`mse`).
         promoted: Share of the channels of a block that get two more bits, those of widest range (Kitty, arXiv
             2511.18643). For affine, asymmetric codes per channel of 2 to 4 bits.
-        levels: What codes stand for before scale and zero point: evenly spaced numbers (`uniform`), the levels of least
-            squared error for a `gaussian` or `laplace` density (2 to 4 bits), or the numbers of a floating-point
+        levels: What codes stand for before scale and zero point: evenly spaced numbers (`uniform`), the levels of
+            least squared error for a `gaussian` or `laplace` density (2 to 4 bits), or the numbers of a floating-point
             format, `e4m3` and `e5m2` (8 bits), `e2m1` (4 bits). `symmetric` drops the zero point of any of them.
     """
 

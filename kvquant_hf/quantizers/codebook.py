@@ -13,9 +13,9 @@ _HALF_MAX = 65504.0
 # Below this the spacing of float16 (2**-24) distorts a scale by more than 0.4 %.
 _HALF_SMALL_SCALE = 2.0**-16
 _LARGEST = torch.finfo(torch.float32).max
-# Widths tried by `clip="mse"`, as shares of the full range. The outermost of a few levels lie well inside the range of a
-# large group, those of many levels outside the range of a small one. At 1.5 times the range the largest number of `e2m1`
-# becomes a 4, not a 6, which leaves no gap below it ("Four Over Six", arXiv 2512.02010).
+# Widths tried by `clip="mse"`, as shares of the full range. The outermost of a few levels lie well inside the range of
+# a large group, those of many levels outside the range of a small one. At 1.5 times the range the largest number of
+# `e2m1` becomes a 4, not a 6, which leaves no gap below it ("Four Over Six", arXiv 2512.02010).
 _CLIP_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4, 1.1, 1.25, 1.5)
 
 
@@ -113,18 +113,20 @@ def _clipped(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Per group, the parameters among those tried whose codes have the least squared error.
 
-    Tried are `_CLIP_SHARES` of the full range, about its middle (or zero, for symmetric codes) and about the mean: most
-    levels lie where most numbers are.
+    Tried are `_CLIP_SHARES` of the full range, about its middle (or zero, for symmetric codes) and about the mean:
+    most levels lie where most numbers are.
     """
     centers = [zero_point]
     if zero_point is not None:
         shares = groups / groups.shape[-1] if valid is None else groups * (valid / valid.sum(-1, keepdim=True))
         centers.append(_stored(sum_by_halves(shares, -1).squeeze(-1), wide))
     best = torch.full_like(half, torch.inf)
+    # Squares of huge and of tiny numbers are no numbers any more.
+    unit = torch.where(half >= torch.finfo(torch.float32).tiny, half, 1.0)[..., None]
     for center, share in product(centers, _CLIP_SHARES):
         tried = _stored(share * half / levels.reach, wide)
         codes = _codes(levels, groups, tried, center)
-        errors = _values(levels, codes, tried, center).sub_(groups).square_()
+        errors = _values(levels, codes, tried, center).sub_(groups).div_(unit).square_()
         error = sum_by_halves(errors if valid is None else errors.mul_(valid), -1).squeeze(-1)
         better = error < best
         best = torch.where(better, error, best)
@@ -134,9 +136,7 @@ def _clipped(
     return scale, zero_point
 
 
-def _codes(
-    levels: Levels, groups: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None
-) -> torch.Tensor:
+def _codes(levels: Levels, groups: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None) -> torch.Tensor:
     """Codes of groups `[..., n]` against stored parameters `[...]`, uint8."""
     step = scale.float()[..., None]
     # A step too small for its reciprocal to be finite belongs to a group that is constant for all purposes.
@@ -147,9 +147,7 @@ def _codes(
     return levels.nearest(groups * inverse)
 
 
-def _values(
-    levels: Levels, codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None
-) -> torch.Tensor:
+def _values(levels: Levels, codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None) -> torch.Tensor:
     """Values of codes `[..., n]` with parameters `[...]`, float32."""
     values = levels.values(codes).mul_(scale.float()[..., None])
     if zero_point is not None:
@@ -183,12 +181,12 @@ def _codes_with_feedback(
 class TurboQuantizer(CodebookQuantizer):
     """Gaussian levels for tokens in the Hadamard basis, with the norm of each group restored exactly.
 
-    TurboQuant's `mse` variant (arXiv 2504.19874, section 3.1): a token of norm `n` becomes `n` times a direction; after
-    a rotation the coordinates of a direction in `D` dimensions are near-Gaussian with the variance `1 / D`, and each
-    takes the nearest of the levels of least squared error for that. What is stored is not `n` but `n` over the norm of
-    the chosen levels, so that a token comes back with its own norm (nearest levels lie inwards on average: without the
-    correction norms shrink). The paper's residual stage (QJL) is left out: it makes inner products unbiased at the
-    price of a variance that softmax punishes.
+    TurboQuant's `mse` variant (arXiv 2504.19874, section 3.1): a token of norm `n` becomes `n` times a direction;
+    after a rotation the coordinates of a direction in `D` dimensions are near-Gaussian with the variance `1 / D`, and
+    each takes the nearest of the levels of least squared error for that. What is stored is not `n` but `n` over the
+    norm of the chosen levels, so that a token comes back with its own norm (nearest levels lie inwards on average:
+    without the correction norms shrink). The rotation is the plain Hadamard matrix, without random signs. The paper's
+    residual stage (QJL) is left out: its inner products are unbiased, but softmax amplifies the variance they cost.
 
     Codes are chosen for `n / sqrt(D)` and therefore not computed against the stored scale, which follows from them.
     There is one group per token and head up to a head size of 128; larger heads have a norm per 128 channels.

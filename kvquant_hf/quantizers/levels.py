@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import torch
 
@@ -99,7 +100,7 @@ def _format_table(name: str) -> torch.Tensor:
     return patterns.view({"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[name]).float()
 
 
-# ---- levels of least squared error for a density ---------------------------------------------------------------------
+# ---- levels of least squared error for a density ------------------------------------------------------------------
 
 # Mean of a density of unit variance between two numbers from 0 to infinity.
 _Mean = Callable[[float, float], float]
@@ -138,8 +139,8 @@ def _lloyd_max(mean: _Mean, count: int) -> list[float]:
     """
     levels = [3.0 * (place + 0.5) / count for place in range(count)]
     while True:
-        bounds = [0.0, *((a + b) / 2 for a, b in zip(levels, levels[1:], strict=False)), math.inf]
-        moved = [mean(low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
+        bounds = [0.0, *((a + b) / 2 for a, b in pairwise(levels)), math.inf]
+        moved = [mean(low, high) for low, high in pairwise(bounds)]
         if max(abs(new - old) for new, old in zip(moved, levels, strict=True)) < _STILL:
             return [round(level, _DECIMALS) for level in moved]
         levels = moved
