@@ -15,7 +15,10 @@ PROMOTED_SHARES = (0.0, 0.125, 0.25, 0.5)
 OUTLIER_SHARES = (0.0, 0.005, 0.01, 0.02)
 # Bits that a promoted channel has more than the others.
 EXTRA_BITS = 2
-METHODS = ("affine", "innerq", "variance_normalized")
+METHODS = ("affine", "innerq", "variance_normalized", "turboquant")
+# Tables of levels (`kvquant_hf.quantizers.levels`) and the bits of their codes; evenly spaced levels need none.
+LEVELS_NBITS = {"gaussian": (2, 3, 4), "laplace": (2, 3, 4), "e4m3": (8,), "e5m2": (8,), "e2m1": (4,)}
+LEVELS = ("uniform", *LEVELS_NBITS)
 # Methods that treat a block as a tile of tokens and channels, and store a factor along its rows.
 _TILE_METHODS = ("variance_normalized",)
 # Tokens that share the factors of InnerQ's keys, at most, and in groups: 16 bits a channel, spread over them.
@@ -42,6 +45,8 @@ class QuantSpec:
             channels it normalizes in blocks of four times `group_size` tokens (at most 128), with values
             `per_channel`; its codes are a sign and a magnitude if `symmetric`, else each group is the better of that
             and codes with a zero point (the paper's hybrid).
+            least `group_size` tokens. `turboquant` keeps the norm of each token, with Gaussian levels in the Hadamard
+            basis (TurboQuant, arXiv 2504.19874); its settings are those of the presets of that name.
         symmetric: Codes evenly about zero, at odd multiples of half a scale, with no zero point to store. Pays for
             values in the Hadamard basis, whose mean is zero. `innerq` has its own: zero is one of the levels.
         clip: Range of a group: its minimum and maximum (`minmax`), or the shrunken range of least squared error
@@ -53,6 +58,9 @@ class QuantSpec:
             without promoted channels.
         metadata_nbits: Bits per scale and per zero point; 8 bits are relative to numbers that the groups of a block
             and head share (`kvquant_hf.quantizers.second_level`). For affine codes.
+        levels: What codes stand for before scale and zero point: evenly spaced numbers (`uniform`), the levels of
+            least squared error for a `gaussian` or `laplace` density (2 to 4 bits), or the numbers of a floating-point
+            format, `e4m3` and `e5m2` (8 bits), `e2m1` (4 bits). `symmetric` drops the zero point of any of them.
     """
 
     nbits: int = 4
@@ -66,6 +74,7 @@ class QuantSpec:
     promoted: float = 0.0
     outliers: float = 0.0
     metadata_nbits: int = 16
+    levels: str = "uniform"
 
     def __post_init__(self) -> None:
         check_choice("nbits", self.nbits, NBITS)
@@ -83,10 +92,27 @@ class QuantSpec:
         check_choice("promoted", self.promoted, PROMOTED_SHARES)
         check_choice("outliers", self.outliers, OUTLIER_SHARES)
         check_choice("metadata_nbits", self.metadata_nbits, METADATA_NBITS)
-        plain = {"granularity": ("per_channel",), "method": ("affine",), "symmetric": (False,), "nbits": (2, 3, 4)}
-        self._check_goes_with("promoted", 0, plain)
-        self._check_goes_with("outliers", 0, {"method": ("affine",), "promoted": (0.0,), "nbits": (2, 3, 4, 8)})
-        self._check_goes_with("metadata_nbits", 16, {"method": ("affine",), "outliers": (0.0,)})
+        check_choice("levels", self.levels, LEVELS)
+        affine: dict[str, tuple[object, ...]] = {"method": ("affine",), "levels": ("uniform",)}
+        channels = {"granularity": ("per_channel",), "symmetric": (False,), "nbits": (2, 3, 4)}
+        self._check_goes_with("promoted", 0, affine | channels)
+        self._check_goes_with("outliers", 0, affine | {"promoted": (0.0,), "nbits": NBITS[:-1]})
+        self._check_goes_with("metadata_nbits", 16, affine | {"outliers": (0.0,)})
+        if self.is_quantized:
+            self._check_levels()
+
+    def _check_levels(self) -> None:
+        needs: dict[str, tuple[object, ...]] = {}
+        if self.method == "turboquant":
+            needs = {"levels": ("gaussian",), "granularity": ("per_token",), "symmetric": (True,)}
+            needs |= {"rotation": ("hadamard",), "nbits": LEVELS_NBITS["gaussian"]}
+            why = "`method='turboquant'`"
+        elif self.levels != "uniform":
+            needs = {"nbits": LEVELS_NBITS[self.levels], "method": ("affine",)}
+            why = f"`levels={self.levels!r}`"
+        for name, choices in needs.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"`{name}` must be one of {choices} with {why}, got {getattr(self, name)!r}.")
 
     def _check_goes_with(self, setting: str, default: int, allowed: dict[str, tuple[object, ...]]) -> None:
         """Raise if a setting is not its default and another one is none of those that it goes with."""
@@ -121,6 +147,19 @@ class QuantSpec:
     def is_quantized(self) -> bool:
         """Whether codes are stored (fewer than 16 bits)."""
         return self.nbits < 16
+
+    @property
+    def reference_only(self) -> str | None:
+        """The setting that no kernel reads, so that the `torch` backend does; `None` if there is none."""
+        if not self.is_quantized:
+            return None
+        if self.method == "innerq":
+            return "`method: innerq`"
+        if self.outliers:
+            return "keys or values with `outliers`"
+        if self.levels != "uniform":
+            return f"codes of uneven levels (`levels` {self.levels})"
+        return "`metadata_nbits=8`" if self.has_second_level else None
 
     @property
     def token_group(self) -> int:
@@ -177,6 +216,7 @@ class QuantSpec:
         parts += [f"{self.promoted:.1%} of channels {self.nbits + EXTRA_BITS}-bit"] * bool(self.promoted)
         parts += [f"{self.outliers:.1%} of entries exact"] * bool(self.outliers)
         parts += [self.method] * (self.method != "affine")
+        parts += [f"{self.levels} levels"] * (self.levels != "uniform")
         parts += ["symmetric"] * self.symmetric
         parts += [f"clip {self.clip}"] * (self.clip != "minmax")
         parts += [f"{self.metadata_nbits}-bit metadata"] * self.has_second_level

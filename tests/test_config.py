@@ -10,10 +10,11 @@ import yaml
 from kvquant_hf import KVQuantConfig, QuantSpec, list_presets
 from kvquant_hf.config import BACKENDS
 from kvquant_hf.quantizers import QUANTIZERS
-from kvquant_hf.spec import GROUP_SIZES, METHODS, NBITS
+from kvquant_hf.spec import GROUP_SIZES, LEVELS, METHODS, NBITS
 
 PRESETS = [
     "dense",
+    "fp8",
     "innerq3",
     "k2pv2",
     "k2pv3",
@@ -29,6 +30,10 @@ PRESETS = [
     "kivi-int4",
     "kvquant2",
     "kvquant3",
+    "nvfp4",
+    "turboquant2",
+    "turboquant3",
+    "turboquant4",
 ]
 
 
@@ -47,6 +52,7 @@ PRESETS = [
         ("method", "afine", METHODS),
         ("symmetric", 1, (False, True)),
         ("clip", "max", ("minmax", "mse")),
+        ("levels", "gausian", LEVELS),
     ],
 )
 def test_bad_spec_names_argument_allowed_and_received(setting, value, allowed):
@@ -164,7 +170,7 @@ def test_kivi_presets_have_the_settings_of_the_paper():
 
 
 def test_an_unknown_preset_is_answered_with_all_of_them():
-    with pytest.raises(ValueError, match=r"dense, innerq3, k2pv2, .*got 'k4v5'\. Did you mean 'k4v4'"):
+    with pytest.raises(ValueError, match=r"dense, fp8, k2pv2, .*got 'k4v5'\. Did you mean 'k4v4'"):
         KVQuantConfig.from_preset("k4v5")
 
 

@@ -57,6 +57,15 @@ def _fill(length, quant=Q, crop=0, pads=None):
     return make
 
 
+TURBO = {
+    "method": "turboquant",
+    "granularity": "per_token",
+    "rope": "post",
+    "rotation": "hadamard",
+    "symmetric": True,
+    "levels": "gaussian",
+}
+
 STATES = {
     "sinks-only": _fill(3),
     "window-only": _fill(30),
@@ -99,6 +108,11 @@ STATES = {
             value={"metadata_nbits": 8, "rotation": "hadamard", "symmetric": True, "clip": "mse"},
         ),
     ),
+    "uneven-levels": _fill(
+        100,
+        settings(3, 4, key={"levels": "gaussian", "clip": "mse"}, value={"levels": "e2m1", "symmetric": True}),
+    ),
+    "turboquant": _fill(100, settings(3, 2, key=TURBO, value=TURBO)),
     "lossless": _fill(100, LOSSLESS["16-bit"]),
 }
 

@@ -16,6 +16,7 @@ from kvquant_hf.rotation import hadamard
 from kvquant_hf.storage import BlockStore
 
 D, H, L = 32, 2, 32
+KEY_METHODS = sorted(set(QUANTIZERS) - {"turboquant"})  # which stores tokens, not channels
 QUANT = {"key": {"nbits": 2, "group_size": 16}, "value": {"group_size": 16}, "residual_length": 16}
 
 
@@ -42,7 +43,7 @@ def weighted_error(error: torch.Tensor, moment: torch.Tensor) -> float:
 # ---- the rounding ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(QUANTIZERS))
+@pytest.mark.parametrize("name", KEY_METHODS)
 @pytest.mark.parametrize(("nbits", "symmetric"), list(itertools.product((2, 3, 4, 8), (False, True))))
 def test_scores_suffer_less_and_parameters_stay(name, nbits, symmetric):
     torch.manual_seed(0)
@@ -58,7 +59,7 @@ def test_scores_suffer_less_and_parameters_stay(name, nbits, symmetric):
     assert errors[1].square().mean() < 4 * errors[0].square().mean()
 
 
-@pytest.mark.parametrize("name", sorted(QUANTIZERS))
+@pytest.mark.parametrize("name", KEY_METHODS)
 def test_no_feedback_is_plain_rounding(name):
     torch.manual_seed(0)
     rows = torch.randn(1, H, 2, D, L)

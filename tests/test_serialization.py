@@ -15,6 +15,8 @@ SETTINGS = {
     "k3v3": {"residual_length": 0, "sink_length": 0},
     "kivi-int2": {"residual_length": 16},
     "dense": {},
+    "fp8": {"residual_length": 16},
+    "turboquant3": {"residual_length": 16},
     "factors": {"residual_length": 16} | {side: {"method": "variance_normalized"} for side in ("key", "value")},
     "outliers": {"residual_length": 16} | {side: {"outliers": 0.01} for side in ("key", "value")},
     "innerq3": {"residual_length": 0, "sink_length": 0},

@@ -38,6 +38,12 @@ SPECS += [
     for granularity in ("per_channel", "per_token")
     for rotation, symmetric in (("none", False), ("hadamard", True))
 ]
+SPECS += [
+    QuantSpec(3, "per_channel", 16, levels="gaussian", clip="mse"),
+    QuantSpec(2, "per_token", 16, rotation="hadamard", symmetric=True, levels="laplace"),
+    QuantSpec(4, "per_token", 16, symmetric=True, levels="e2m1"),
+    QuantSpec(3, "per_token", 128, rotation="hadamard", symmetric=True, levels="gaussian", method="turboquant"),
+]
 SPECS += [QuantSpec(nbits=16)]
 
 

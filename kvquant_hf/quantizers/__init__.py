@@ -5,6 +5,7 @@ import torch
 from kvquant_hf.quantizers.affine import AffineQuantizer
 from kvquant_hf.quantizers.base import Outliers, QuantizedGroups, Quantizer
 from kvquant_hf.quantizers.byte_metadata import ByteMetadataQuantizer
+from kvquant_hf.quantizers.codebook import CodebookQuantizer, TurboQuantizer
 from kvquant_hf.quantizers.innerq import InnerQuantizer
 from kvquant_hf.quantizers.outliers import OutlierQuantizer, check_places, places_of
 from kvquant_hf.quantizers.promoted import PromotedQuantizer, along, join_codes, split_codes
@@ -15,6 +16,7 @@ QUANTIZERS: dict[str, type[Quantizer]] = {
     "affine": AffineQuantizer,
     "innerq": InnerQuantizer,
     "variance_normalized": VarianceNormalizedQuantizer,
+    "turboquant": TurboQuantizer,
 }
 
 
@@ -24,6 +26,8 @@ def quantizer_of(spec: QuantSpec, partners: torch.Tensor | None = None) -> Quant
         return OutlierQuantizer(spec)
     if spec.has_second_level:
         return ByteMetadataQuantizer(spec, partners)
+    if spec.levels != "uniform" and spec.method == "affine":
+        return CodebookQuantizer(spec)
     return PromotedQuantizer(spec, partners) if spec.promoted else QUANTIZERS[spec.method](spec)
 
 
@@ -31,12 +35,14 @@ __all__ = [
     "QUANTIZERS",
     "AffineQuantizer",
     "ByteMetadataQuantizer",
+    "CodebookQuantizer",
     "InnerQuantizer",
     "OutlierQuantizer",
     "Outliers",
     "PromotedQuantizer",
     "QuantizedGroups",
     "Quantizer",
+    "TurboQuantizer",
     "VarianceNormalizedQuantizer",
     "along",
     "check_places",

@@ -4,6 +4,7 @@ import torch
 
 from kvquant_hf.quantizers.affine import AffineQuantizer
 from kvquant_hf.quantizers.base import QuantizedGroups
+from kvquant_hf.quantizers.sums import sum_by_halves as _sum
 from kvquant_hf.spec import QuantSpec
 
 # Alternating normalizations of rows and columns; KVarN uses about eight.
@@ -82,16 +83,3 @@ def _spread(tiles: torch.Tensor, dim: int, floor: float) -> torch.Tensor:
     apart = tiles - _sum(tiles, dim) / size
     deviation = (_sum(apart.square_(), dim) / size).sqrt_()
     return torch.where(deviation >= floor, deviation, 1.0)
-
-
-def _sum(tiles: torch.Tensor, dim: int) -> torch.Tensor:
-    """Sum along `dim`, kept as a dimension, by halves.
-
-    The order of a reduction of torch's depends on how many there are at once and how they lie in memory; codes must
-    depend on the block alone.
-    """
-    while (size := tiles.shape[dim]) > 1:
-        half = size // 2
-        total = tiles.narrow(dim, 0, half) + tiles.narrow(dim, half, half)
-        tiles = torch.cat([total, tiles.narrow(dim, size - 1, 1)], dim) if size % 2 else total
-    return tiles

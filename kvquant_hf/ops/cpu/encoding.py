@@ -50,8 +50,7 @@ def can_encode(spec: "QuantSpec", dtype: torch.dtype, device: torch.device, bloc
     return (
         device.type == "cpu"
         and spec.method == "affine"
-        and not spec.outliers
-        and not spec.has_second_level
+        and spec.reference_only is None
         and not (spec.promoted and spec.clip == "mse")
         and dtype in ELEMENT_KINDS
         and block_length % 16 == 0

@@ -36,16 +36,12 @@ def _obstacle(view: "KVView") -> str | None:
     if view.key_dtype != view.value_dtype or view.key_dtype not in ELEMENT_KINDS:
         return f"keys in {view.key_dtype} and values in {view.value_dtype}"
     for spec in (key, value):
-        if spec.is_quantized and spec.method == "innerq":
-            return "`method: innerq`"
-        if spec.outliers:
-            return "keys or values with `outliers`"
+        if (reason := spec.reference_only) is not None:
+            return reason
     if (key.is_quantized and key.granularity != "per_channel") or (
         value.is_quantized and value.granularity != "per_token"
     ):
         return f"keys {key.granularity} and values {value.granularity}"
-    if key.has_second_level or value.has_second_level:
-        return "`metadata_nbits=8`"
     head_dim, value_dim = view.key_shape[3], view.value_shape[3]
     if head_dim % 16 or value_dim % 16 or max(head_dim, value_dim) > 256:
         return f"head sizes {head_dim} and {value_dim} (multiples of 16 up to 256)"

@@ -30,14 +30,10 @@ def unsupported(view: "KVView") -> str | None:
     if torch.float64 in (view.key_dtype, view.value_dtype):
         return "float64"
     for spec in (key.spec, value.spec):
-        if spec.is_quantized and spec.method == "innerq":
-            return "`method: innerq`"
-        if spec.outliers:
-            return "keys or values with `outliers`"
+        if (reason := spec.reference_only) is not None:
+            return reason
     if key.spec.is_quantized and key.spec.granularity != "per_channel":
         return f"keys {key.spec.granularity}"
-    if key.spec.has_second_level or value.spec.has_second_level:
-        return "`metadata_nbits=8`"
     if value.spec.is_quantized and value.spec.granularity != "per_token":
         return f"values {value.spec.granularity}"
     if key.spec.is_quantized and key.spec.rotation != "none" and view.rotation is not None:

@@ -73,9 +73,7 @@ def word_layouts(
         return None, None
     if value.is_quantized and value.granularity != "per_token":
         return None, None
-    if any(spec.outliers or (spec.is_quantized and spec.method == "innerq") for spec in specs):
-        return None, None
-    if key.has_second_level or value.has_second_level:
+    if any(spec.reference_only is not None for spec in specs):
         return None, None
     keys = WordLayout(key, block_length, ChannelOrder.of(rotation, head_dims[0])) if key.is_quantized else None
     values = WordLayout(value, block_length, ChannelOrder(head_dims[1])) if value.is_quantized else None
