@@ -105,7 +105,8 @@ class MemoryReport:
             f"({self.bits_per_value_quantized:.2f} in the quantized part); {self.ratio:.3f} of the dense cache"
         )
         if self.guarded_layers:
-            lines.append(f"outlier guard: {self.guarded_layers} layers with wider keys")
+            plural = "s" * (self.guarded_layers > 1)
+            lines.append(f"outlier guard: {self.guarded_layers} layer{plural} with wider keys")
         if self.shards > 1:
             lines.append(f"tensor parallel: the share of this process, 1 of {self.shards}")
         return "\n".join(lines)
