@@ -3,6 +3,7 @@
 import difflib
 import math
 from collections.abc import Iterable, Mapping
+from typing import cast
 
 
 def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
@@ -36,7 +37,7 @@ def check_keys(name: str, mapping: object, allowed: Iterable[str]) -> None:
 def check_threshold(name: str, value: object) -> None:
     """Raise unless `value` is `None` or a finite number ≥ 1."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if value is not None and not (is_number and 1 <= value < math.inf):
+    if value is not None and not (is_number and 1 <= cast(float, value) < math.inf):
         raise ValueError(f"`{name}` must be a finite number >= 1 or None, got {value!r}.")
 
 
