@@ -265,6 +265,11 @@ class QuantCache(Cache):
         """Indices of the layers that are quantized, ascending."""
         return tuple(self._quant_layers)
 
+    @property
+    def guarded_layers(self) -> tuple[int, ...]:
+        """Indices of the layers whose keys the outlier guard stores in more bits, ascending."""
+        return tuple(i for i in self._quant_layers if cast(QuantLayer, self.layers[i]).is_guarded)
+
     def quantized_layer(self, layer_idx: int) -> QuantLayer:
         """The quantized layer at an index (negative counts from the end).
 
@@ -301,7 +306,7 @@ class QuantCache(Cache):
         Under tensor parallelism these are the bytes of this process, see `MemoryReport.joined`.
         """
         parts = dict.fromkeys(("codes", "scales", "zero_points", "sinks", "residual", "unused", "other_layers"), 0)
-        figures = {"dense_bytes": 0, "values": 0, "quantized_values": 0, "quantized_bytes": 0}
+        figures = {"dense_bytes": 0, "values": 0, "quantized_values": 0, "quantized_bytes": 0, "guarded_layers": 0}
         for layer in self.layers:
             if isinstance(layer, QuantLayer):
                 layer_parts, layer_figures = layer.memory()

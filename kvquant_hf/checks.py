@@ -1,7 +1,9 @@
 """Checks of what users set; errors name the argument, the allowed values and the value received."""
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
+from typing import cast
 
 
 def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
@@ -30,6 +32,13 @@ def check_keys(name: str, mapping: object, allowed: Iterable[str]) -> None:
     for key in mapping:
         if key not in known:
             raise ValueError(f"`{name}` has no setting {key!r}; allowed are {known}.{nearest(key, known)}")
+
+
+def check_threshold(name: str, value: object) -> None:
+    """Raise unless `value` is `None` or a finite number ≥ 1."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (is_number and 1 <= cast(float, value) < math.inf):
+        raise ValueError(f"`{name}` must be a finite number >= 1 or None, got {value!r}.")
 
 
 def check_length(name: str, value: object) -> None:

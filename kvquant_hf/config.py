@@ -10,11 +10,13 @@ from typing import Any, TypeVar
 
 import yaml
 
-from kvquant_hf.checks import check_choice, check_keys, check_length, nearest
+from kvquant_hf.checks import check_choice, check_keys, check_length, check_threshold, nearest
 from kvquant_hf.spec import QuantSpec
 
 BACKENDS = ("auto", "dense", "torch", "cpu", "triton")
 
+# What single layers may have otherwise.
+_OF_LAYERS = ("key", "value", "residual_length", "sink_length", "outlier_guard")
 _RANGE = re.compile(r"^\s*(-?\d+)\s*(?:-\s*(\d+)\s*)?$")
 _LAYER_TYPE = re.compile(r"^[a-z][a-z0-9_]*$")
 T = TypeVar("T")
@@ -37,6 +39,9 @@ class KVQuantConfig:
         query_moments: File written by `QueryMoments.save`, by which per-channel keys are rounded where the model's
             queries do not look; `None` rounds every number to its nearest code. In a YAML file the path is relative to
             that file.
+        outlier_guard: Keys of a layer get 4 bits instead of 2 or 3, or 8 instead of 4, where the widest channel of
+            the first block is more than this many times as wide as the median one (`kvquant_hf.guard`); `None` gives
+            all layers what `key` says.
     """
 
     key: QuantSpec = field(default_factory=lambda: QuantSpec(granularity="per_channel"))
@@ -46,6 +51,7 @@ class KVQuantConfig:
     backend: str = "auto"
     layers: Mapping[int | str, Mapping[str, Any]] = field(default_factory=dict)
     query_moments: str | None = None
+    outlier_guard: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("key", "value"):
@@ -54,6 +60,7 @@ class KVQuantConfig:
         check_length("residual_length", self.residual_length)
         check_length("sink_length", self.sink_length)
         check_choice("backend", self.backend, BACKENDS)
+        check_threshold("outlier_guard", self.outlier_guard)
         if self.query_moments is not None and not isinstance(self.query_moments, str):
             raise ValueError(f"`query_moments` must be the path of a file or None, got {self.query_moments!r}.")
         if not isinstance(self.layers, Mapping):
@@ -61,14 +68,14 @@ class KVQuantConfig:
         frozen: dict[int | str, Mapping[str, Any]] = {}
         for selector, override in self.layers.items():
             _check_selector(selector)
-            check_keys(f"layers[{selector!r}]", override, ("key", "value", "residual_length", "sink_length"))
+            check_keys(f"layers[{selector!r}]", override, _OF_LAYERS)
             frozen[selector] = _freeze(override)
             self._overridden(override)
         object.__setattr__(self, "layers", MappingProxyType(frozen))
 
     def __hash__(self) -> int:
         plain = (self.key, self.value, self.residual_length, self.sink_length, self.backend, self.query_moments)
-        return hash((*plain, repr(self.layers)))
+        return hash((*plain, self.outlier_guard, repr(self.layers)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A mapping proxy cannot be pickled; the plain form can.
@@ -153,6 +160,7 @@ class KVQuantConfig:
             "backend": self.backend,
             "layers": layers,
             "query_moments": self.query_moments,
+            "outlier_guard": self.outlier_guard,
         }
 
     @classmethod

@@ -5,9 +5,11 @@ from typing import Any, cast
 import torch
 
 from kvquant_hf import ops
+from kvquant_hf.guard import storage_of_keys
 from kvquant_hf.lazy import lazy_pair
 from kvquant_hf.padding import fill_row_sinks, without_padding
 from kvquant_hf.rope import KeyRotation
+from kvquant_hf.spec import QuantSpec
 from kvquant_hf.storage import BlockStore
 from kvquant_hf.stored_layer import StoredLayer
 
@@ -37,30 +39,7 @@ class QuantLayer(StoredLayer):
                     f"`{name}` must be a floating-point tensor [batch, heads, tokens, head_dim], got "
                     f"{list(states.shape)} of {states.dtype}."
                 )
-        heads, head_dim = key_states.shape[1], key_states.shape[3]
-        feedback = self.feedback
-        if feedback is not None:
-            if tuple(feedback.shape[:2]) != (heads, head_dim):
-                raise ValueError(
-                    f"`query_moments` has {feedback.shape[0]} heads of size {feedback.shape[1]}, `key_states` has "
-                    f"{heads} of size {head_dim} (of a tensor parallel model they cannot be used yet)."
-                )
-            feedback = feedback.to(key_states.device)
-        promotes = self.config.key.promoted and self.rotation is not None
-        partners = cast(KeyRotation, self.rotation).partners() if promotes else None
-        length = self.config.block_length
-        layouts = ops.block_layouts(
-            self.config.backend,
-            (self.config.key, self.config.value),
-            length,
-            (key_states.shape[3], value_states.shape[3]),
-            self.rotation,
-            key_states.device,
-        )
-        self._stores = (
-            BlockStore(self.config.key, length, key_states.shape[3], key_states.dtype, layouts[0], feedback, partners),
-            BlockStore(self.config.value, length, value_states.shape[3], value_states.dtype, layouts[1]),
-        )
+        self._open_stores(key_states, value_states, self.config.key)
         if self.rotation is not None:
             if self.rotation.head_dim != key_states.shape[3]:
                 raise ValueError(
@@ -73,6 +52,33 @@ class QuantLayer(StoredLayer):
         self.batch_size = key_states.shape[0]
         self.device = key_states.device
         self.is_initialized = True
+
+    def _open_stores(self, key_states: torch.Tensor, value_states: torch.Tensor, key_spec: QuantSpec) -> None:
+        """Empty stores for keys and values like these `[B, H, t, D]`, keys stored as `key_spec` says."""
+        heads, head_dim = key_states.shape[1], key_states.shape[3]
+        feedback = self.feedback
+        if feedback is not None:
+            if tuple(feedback.shape[:2]) != (heads, head_dim):
+                raise ValueError(
+                    f"`query_moments` has {feedback.shape[0]} heads of size {feedback.shape[1]}, `key_states` has "
+                    f"{heads} of size {head_dim} (of a tensor parallel model they cannot be used yet)."
+                )
+            feedback = feedback.to(key_states.device)
+        promotes = key_spec.promoted and self.rotation is not None
+        partners = cast(KeyRotation, self.rotation).partners() if promotes else None
+        length = self.config.block_length
+        layouts = ops.block_layouts(
+            self.config.backend,
+            (key_spec, self.config.value),
+            length,
+            (key_states.shape[3], value_states.shape[3]),
+            self.rotation,
+            key_states.device,
+        )
+        self._stores = (
+            BlockStore(key_spec, length, key_states.shape[3], key_states.dtype, layouts[0], feedback, partners),
+            BlockStore(self.config.value, length, value_states.shape[3], value_states.dtype, layouts[1]),
+        )
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -227,8 +233,9 @@ class QuantLayer(StoredLayer):
 
     def _flush(self, key_states: torch.Tensor, value_states: torch.Tensor, blocks: int) -> None:
         """Quantize the first `blocks` blocks of `[B, H, ≥ blocks · L, D]` and store them."""
-        key_store, value_store = self._block_stores()
         length = self.config.block_length
+        self._guard(key_states[:, :, :length], value_states)
+        key_store, value_store = self._block_stores()
         encoded = []
         for first in range(0, blocks, _ENCODE_BLOCKS):
             count = min(_ENCODE_BLOCKS, blocks - first)
@@ -244,6 +251,14 @@ class QuantLayer(StoredLayer):
         for keys, values in encoded:
             key_store.append(keys, spare=spare)
             value_store.append(values, spare=spare)
+
+    def _guard(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Let the first block of keys `[B, H, L, D]` decide how all of them are stored, before any is."""
+        store = self._block_stores()[0]
+        if self.config.outlier_guard is not None and not store.num_blocks:
+            wanted = storage_of_keys(self.config, key_states, self._rotation_in_use, self._padding)
+            if wanted != store.spec:
+                self._open_stores(key_states, value_states, wanted)
 
     def _encode(self, store: BlockStore, states: torch.Tensor, slot: int, rotation: KeyRotation | None) -> Any:
         """Codes of whole blocks `[B, H, n · L, D]` that begin at `slot`."""

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from kvquant_hf.blocks import STATE_PARTS
+from kvquant_hf.guard import guarded
 from kvquant_hf.layer import QuantLayer
 
 
@@ -28,6 +29,7 @@ def layer_state(layer: QuantLayer) -> tuple[dict[str, torch.Tensor], dict[str, A
         "shapes": [list(shape) for shape in layer._shapes],
         "dtypes": [str(dtype).removeprefix("torch.") for dtype in layer._dtypes],
         "long_rope": layer._rotation_in_use is not layer.rotation,
+        "guarded": layer.is_guarded,
     }
     return tensors, facts
 
@@ -47,6 +49,8 @@ def load_layer_state(layer: QuantLayer, tensors: dict[str, torch.Tensor], facts:
         torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(facts["shapes"], dtypes, strict=True)
     )
     layer.lazy_initialization(key_like, value_like)
+    if facts.get("guarded"):
+        layer._open_stores(key_like, value_like, guarded(layer.config.key))
     if layer.rotation is not None and facts["long_rope"]:
         layer._rotation_in_use = layer.rotation.for_length(torch.iinfo(torch.int64).max)
     for i, side in enumerate(("key", "value")):

@@ -25,6 +25,7 @@ class MemoryReport:
         tokens: Tokens stored per row.
         quantized_tokens: Of these, held as codes, in the layer that holds most.
         shards: Processes that the heads are split over, of which this report counts one.
+        guarded_layers: Layers whose keys the outlier guard stores in more bits than the settings say.
     """
 
     codes: int
@@ -41,6 +42,7 @@ class MemoryReport:
     tokens: int
     quantized_tokens: int
     shards: int = 1
+    guarded_layers: int = 0
 
     @classmethod
     def joined(cls, reports: Sequence["MemoryReport"]) -> "MemoryReport":
@@ -58,9 +60,12 @@ class MemoryReport:
                 f"`reports` must be those of one cache, got (tokens, quantized tokens) {sorted(lengths)}."
             )
         tokens, quantized_tokens = lengths.pop()
-        counted = [item.name for item in fields(cls) if item.name not in ("tokens", "quantized_tokens", "shards")]
+        once = ("tokens", "quantized_tokens", "guarded_layers", "shards")
+        counted = [item.name for item in fields(cls) if item.name not in once]
         sums = {name: sum(getattr(report, name) for report in reports) for name in counted}
-        return cls(**sums, tokens=tokens, quantized_tokens=quantized_tokens)
+        # Each process decides by its own heads; no fewer layers than this are guarded in one of them.
+        guarded = max(report.guarded_layers for report in reports)
+        return cls(**sums, tokens=tokens, quantized_tokens=quantized_tokens, guarded_layers=guarded)
 
     @property
     def total_bytes(self) -> int:
@@ -99,6 +104,9 @@ class MemoryReport:
             f"{self.tokens:,} tokens, {self.quantized_tokens:,} as codes; {self.bits_per_value:.2f} bits per value "
             f"({self.bits_per_value_quantized:.2f} in the quantized part); {self.ratio:.3f} of the dense cache"
         )
+        if self.guarded_layers:
+            plural = "s" * (self.guarded_layers > 1)
+            lines.append(f"outlier guard: {self.guarded_layers} layer{plural} with wider keys")
         if self.shards > 1:
             lines.append(f"tensor parallel: the share of this process, 1 of {self.shards}")
         return "\n".join(lines)

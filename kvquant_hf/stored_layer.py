@@ -9,6 +9,7 @@ from kvquant_hf import ops
 from kvquant_hf.buffers import TensorMap
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.rope import KeyRotation
+from kvquant_hf.spec import QuantSpec
 from kvquant_hf.storage import BlockStore
 from kvquant_hf.view import KVView
 from kvquant_hf.window import ExactTokens
@@ -114,6 +115,16 @@ class StoredLayer(CacheLayerMixin):
     def quantized_length(self) -> int:
         """Tokens held as codes."""
         return 0 if self._stores is None else self._stores[0].num_blocks * self.config.block_length
+
+    @property
+    def key_spec(self) -> QuantSpec:
+        """How keys are stored: as the settings say, or as the outlier guard decided by the first block."""
+        return self._stores[0].spec if self._stores is not None and self.quantized_length else self.config.key
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether the outlier guard gave the keys more bits than the settings; false before the first block."""
+        return self.key_spec != self.config.key
 
     @property
     def num_heads(self) -> int:
@@ -252,6 +263,7 @@ class StoredLayer(CacheLayerMixin):
         """Bytes by part, and the figures they are compared with, under the names of `MemoryReport`."""
         parts = {"codes": 0, "scales": 0, "zero_points": 0, "sinks": 0, "residual": 0, "unused": 0}
         figures = {"dense_bytes": 0, "values": 0, "quantized_values": 0, "quantized_bytes": 0}
+        figures["guarded_layers"] = int(self.is_guarded)
         if self._stores is None:
             return parts, figures
         for pair in (self._sinks, self._row_sinks):
@@ -278,10 +290,12 @@ class StoredLayer(CacheLayerMixin):
         config = self.config
         if not config.is_quantized:
             return "QuantLayer(not quantized)"
+        guard = "" if config.outlier_guard is None else f", outlier guard {config.outlier_guard:g}"
+        guard += f" widened {config.key.nbits}-bit" * self.is_guarded
         wants_pre = config.key.is_quantized and config.key.rope == "pre"
         order = f"; {self.note}" if wants_pre else "; post-RoPE" if config.key.is_quantized else ""
         text = (
-            f"QuantLayer(keys {config.key}{order}; values {config.value}; {config.sink_length} sinks, "
+            f"QuantLayer(keys {self.key_spec}{guard}{order}; values {config.value}; {config.sink_length} sinks, "
             f"residual {config.residual_length}"
         )
         return f"{text}; {self._length} tokens, {self.quantized_length} as codes)"

@@ -44,7 +44,7 @@ from kvquant_hf.eval import (
     token_windows,
 )
 from kvquant_hf.eval.artifacts import write_json
-from kvquant_hf.eval.bits import model_shapes
+from kvquant_hf.eval.bits import as_decided, model_shapes
 from kvquant_hf.eval.divergence import Divergence, first_divergence, greedy_text
 from kvquant_hf.eval.environment import package_versions
 from kvquant_hf.eval.models import model_fingerprint, model_name, resolve_model
@@ -163,12 +163,13 @@ def cache_factories(
 
 
 def measure_bits(
-    model: PreTrainedModel, factories: dict[str, CacheFactory], protocol: Protocol
+    model: PreTrainedModel, factories: dict[str, CacheFactory], protocol: Protocol, window: torch.Tensor
 ) -> dict[str, HeldBits]:
-    """What each cache holds after a window, were the model one of 16 bits."""
-    shapes = model_shapes(model)
+    """What each cache holds after a window, were the model one of 16 bits; outlier guards decide by `window`."""
+    shapes, pieces = model_shapes(model), protocol.pieces()
     makers = {REFERENCE: lambda: DynamicCache(config=model.config), **factories}
-    return {name: replayed_bits(make, shapes, protocol.pieces(), BITS_DTYPE) for name, make in makers.items()}
+    makers = {name: as_decided(make, model, window, pieces) for name, make in makers.items()}
+    return {name: replayed_bits(make, shapes, pieces, BITS_DTYPE) for name, make in makers.items()}
 
 
 def measure_divergence(
@@ -230,7 +231,7 @@ def score_model(
 
         scores = score_windows(model, windows, factories, protocol, progress, store)
     divergence = measure_divergence(options, model, windows, factories, store)
-    bits = measure_bits(model, factories, protocol)
+    bits = measure_bits(model, factories, protocol, windows[0])
     return ModelScores(model_name(resolved), scores, bits, divergence), configs
 
 

@@ -15,7 +15,7 @@ LAYERS = [
     {"layer_state"},
     {"rope_probe", "memory", "attention", "query_moments", "capture", "misuse", "other_layers"},
     {"model_shell", "layer"},
-    {"stored_layer"},
+    {"guard", "stored_layer"},
     {"lazy", "padding"},
     {"ops"},
     {"view"},

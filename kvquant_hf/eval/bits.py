@@ -1,8 +1,8 @@
 """Bits per value that a cache really holds, whatever class it is of."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -110,7 +110,8 @@ def replayed_bits(
     """Bits that a cache holds after one row of tokens of type `dtype` went into it.
 
     Scores are measured in float32 to be exact, in which an unquantized number would count 32 bits; what matters is
-    the cache of a 16-bit model. Bytes do not depend on the numbers, so random ones are fed.
+    the cache of a 16-bit model. Bytes do not depend on the numbers, so random ones are fed; with an outlier guard they
+    do, see `as_decided`.
 
     Args:
         make_cache: Makes an empty cache.
@@ -129,6 +130,40 @@ def replayed_bits(
             value_states = torch.randn(1, heads, end - first, value_dim, generator=generator).to(dtype)
             cache.update(key_states, value_states, layer_idx)
     return held_bits(cache)
+
+
+def as_decided(
+    make_cache: Callable[[], Cache], model: PreTrainedModel, window: torch.Tensor, pieces: list[tuple[int, int]]
+) -> Callable[[], Cache]:
+    """A maker of caches whose outlier guards have decided as they do on a text, for `replayed_bits`.
+
+    Args:
+        make_cache: Makes an empty cache; what it makes comes back as it is where no layer has a guard.
+        model: Causal language model in eval mode.
+        window: `[context]`, integer, on the model's device.
+        pieces: Bounds `(first, end)` of the tokens of each call, as `Protocol.pieces` gives them.
+    """
+    cache = make_cache()
+    if not isinstance(cache, QuantCache):
+        return make_cache
+    layers = {index: cache.quantized_layer(index) for index in cache.quantized_layers}
+    layers = {index: layer for index, layer in layers.items() if layer.config.outlier_guard is not None}
+    if not layers:
+        return make_cache
+    for first, end in pieces:
+        with torch.no_grad():
+            model(input_ids=window[None, first:end], use_cache=True, logits_to_keep=1, **cache_kwargs(cache))
+        if all(layer.quantized_length for layer in layers.values()):
+            break
+
+    def make() -> Cache:
+        decided = cast(QuantCache, make_cache())
+        for index, layer in layers.items():
+            other = decided.quantized_layer(index)
+            other.config = replace(other.config, key=layer.key_spec, outlier_guard=None)
+        return decided
+
+    return make
 
 
 def layer_shapes(cache: Cache) -> list[tuple[int, int, int] | None]:

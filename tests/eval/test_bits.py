@@ -8,7 +8,7 @@ from transformers import DynamicCache, QuantizedCache
 from kvquant_hf import QuantCache
 from kvquant_hf._compat import TRANSFORMERS_VERSION
 from kvquant_hf.eval import baseline_factory, held_bits, replayed_bits, storage_bytes
-from kvquant_hf.eval.bits import layer_shapes
+from kvquant_hf.eval.bits import as_decided, layer_shapes
 
 SHAPES = [(2, 16, 16), (2, 16, 16)]
 
@@ -41,6 +41,27 @@ def test_quant_cache_answers_for_itself():
     assert bits.bits_per_value_quantized == report.bits_per_value_quantized
     assert bits.memory_bytes == report.total_bytes
     assert bits.memory_bytes == pytest.approx(storage_bytes(cache), rel=0.01)  # rotation tables are not reported
+
+
+@pytest.mark.parametrize(("guard", "first", "second"), [(1.0, 4, 4), (1e9, 2, 2), (None, 2, 2)])
+def test_outlier_guards_decide_by_the_text(guard, first, second):
+    """Random numbers have no wide channels: replayed alone, a guarded cache would look smaller than it is."""
+    model = tiny_model("llama")
+    settings = {"key": {"nbits": 2}, "value": {"nbits": 2}, "residual_length": 16, "outlier_guard": guard}
+    window = torch.randint(3, 128, (100,), generator=torch.Generator().manual_seed(0))
+    pieces = [(0, 30), (30, 64), (64, 100)]
+    make = as_decided(lambda: QuantCache(model, settings), model, window, pieces)
+    cache = make()
+    assert cache.get_seq_length() == 0
+    assert [cache.quantized_layer(index).config.key.nbits for index in (0, 1)] == [first, second]
+    bits = replayed_bits(make, SHAPES, pieces, torch.bfloat16)
+    metadata = 2 * 16 / 32 / 2 + 2 * 16 / 16 / 2  # groups of 32 keys; of 16 values, the head size
+    assert bits.bits_per_value_quantized == pytest.approx((first + second) / 4 + 1 + metadata, rel=1e-6)
+
+
+def test_other_caches_are_made_as_they_are():
+    make = lambda: DynamicCache()  # noqa: E731 - compared by identity
+    assert as_decided(make, tiny_model("llama"), torch.zeros(8, dtype=torch.int64), [(0, 8)]) is make
 
 
 def test_layers_without_keys_are_left_out():
