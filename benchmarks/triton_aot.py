@@ -251,8 +251,10 @@ def variants() -> Iterator[tuple[str, str, Any, dict[str, Any], Launch]]:
         view = layer.view()
         launch = launch_parameters(query.shape[3], min(view.key_store.spec.nbits, view.value_store.spec.nbits), "90")
         _, arguments = launching.split_arguments(query, view, mask, 0.1, launch)
-        for arch in ("80", "90") if view.key_store.spec.promoted else ("90",):
-            yield arch, f"decode {name}", decode_split_kernel, arguments, launch
+        for arch in ("80", "90", "gfx942") if view.key_store.spec.promoted else ("90",):
+            if arch.isdigit() or query.shape[3] <= 128:  # as in the table
+                arguments["ASM"] = arch.isdigit()
+                yield arch, f"decode {name}", decode_split_kernel, arguments, launch
         if view.value_store.spec.rotation == "hadamard" or mask is additive:
             output = torch.empty(query.shape, dtype=query.dtype)
             found = launching.combine_arguments(arguments["partial"], arguments["partial_lse"], output, view)
@@ -287,10 +289,10 @@ def compile_variants() -> int:
     for arch, name, kernel, arguments, launch in variants():
         with contextlib.redirect_stdout(io.StringIO()):
             binary = compiled(kernel, arguments, arch, launch)
-        facts = nvidia_facts(binary, arch)
+        facts = nvidia_facts(binary, arch) if arch.isdigit() else amd_facts(binary)
         spilling += facts["spilled_bytes"] > 0
         print(
-            f"{name:<55} sm_{arch} {facts['registers']:>4} registers {facts['spilled_bytes']:>5} bytes spilled "
+            f"{name:<55} {arch:>6} {facts['registers']:>4} registers {facts['spilled_bytes']:>5} bytes spilled "
             f"{binary.metadata.shared:>7} shared",
             flush=True,
         )

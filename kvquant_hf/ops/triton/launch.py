@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvquant_hf.ops.triton.arguments import block_arguments, mask_arguments, promotion_arguments, strides
 from kvquant_hf.ops.triton.availability import why_unavailable
 from kvquant_hf.ops.triton.layout import WordLayout
 from kvquant_hf.ops.triton.tables import angle_table, offset_angle_table, offset_table, start_table
@@ -131,7 +132,7 @@ def split_arguments(
     batch_size, num_heads, q_len, _ = query.shape
     heads, value_dim = view.key_shape[1], view.value_shape[3]
     key, value = view.key_store, view.value_store
-    if value.spec.has_factor or key.spec.promoted:  # one set of factors, of promoted channels, for a tile
+    if value.spec.has_factor or key.spec.promoted:  # factors and promoted channels are those of one block
         launch = replace(launch, BN=min(launch.BN, view.block_length))
     rows = num_heads // heads * q_len
     row_tile = 8 if rows <= 8 else 16
@@ -165,12 +166,12 @@ def split_arguments(
         "query_length": q_len,
         "group_heads": num_heads // heads,
         "padding": nothing if view.padding is None else view.padding,
-        **_strides("query", folded, "bht"),
-        **_block_arguments("key", key, nothing),
-        **_block_arguments("value", value, nothing),
-        **_promotion_arguments(key, nothing),
+        **strides("query", folded, "bht"),
+        **block_arguments("key", key, nothing),
+        **block_arguments("value", value, nothing),
+        **promotion_arguments(key, nothing),
         **_rotation_arguments(view, launch.BN, constants, nothing),
-        **_mask_arguments(mask, nothing),
+        **mask_arguments(mask, nothing),
         **constants,
         "GP": row_tile,
         "BN": launch.BN,
@@ -184,7 +185,7 @@ def split_arguments(
         for side, tensor in zip(("keys", "values"), pair or (None, None), strict=True):
             arguments[f"{name}_{side}"] = nothing if tensor is None else tensor
             if name != "row_sink":
-                arguments |= _strides(f"{name}_{side}", tensor, "bh")
+                arguments |= strides(f"{name}_{side}", tensor, "bh")
     return (splits + 1, heads * -(-rows // row_tile), batch_size), arguments
 
 
@@ -293,48 +294,3 @@ def _rotation_arguments(
         tables["start_angles"] = angle_table(rotation, view.num_sinks, tile, count, device)
         tables["offset_angles"] = offset_angle_table(rotation, tile, device)
     return tables
-
-
-def _strides(name: str, tensor: torch.Tensor | None, axes: str) -> dict[str, int]:
-    """Strides of the first axes, in elements, named `name_axis`."""
-    strides = [0] * len(axes) if tensor is None else tensor.stride()
-    return {f"{name}_{axis}": strides[i] for i, axis in enumerate(axes)}
-
-
-def _block_arguments(side: str, store: "BlockStore", nothing: torch.Tensor) -> dict[str, Any]:
-    """Buffers of codes, parameters and factors with their strides."""
-    metadata = store.codes if store.metadata is None else store.metadata
-    factor = metadata if store.factor is None else store.factor
-    return {
-        f"{side}_codes": nothing if store.codes is None else store.codes,
-        f"{side}_metadata": nothing if metadata is None else metadata,
-        f"{side}_factor": nothing if factor is None else factor,
-        **_strides(f"{side}_codes", store.codes, "bh"),
-        **_strides(f"{side}_metadata", metadata, "bh"),
-        **_strides(f"{side}_factor", factor, "bh"),
-    }
-
-
-def _promotion_arguments(key: "BlockStore", nothing: torch.Tensor) -> dict[str, Any]:
-    """Low bits and numbers of promoted channels, with their strides."""
-    return {
-        "key_extra": nothing if key.extra is None else key.extra,
-        "key_promoted": nothing if key.promoted is None else key.promoted,
-        **_strides("key_extra", key.extra, "bh"),
-        **_strides("key_promoted", key.promoted, "bh"),
-    }
-
-
-def _mask_arguments(mask: torch.Tensor | None, nothing: torch.Tensor) -> dict[str, Any]:
-    """A mask with its kind and its strides over `B`, `H_q` and `q_len`."""
-    if mask is None:
-        return {"mask": nothing, "MASK": 0, "mask_b": 0, "mask_h": 0, "mask_q": 0}
-    kind = 1 if mask.dtype == torch.bool else 2
-    if mask.stride(3) != 1:
-        mask = mask.contiguous()
-    strides = [0 if size == 1 else step for size, step in zip(mask.shape[:3], mask.stride()[:3], strict=True)]
-    return {
-        "mask": mask.view(torch.uint8) if kind == 1 else mask,
-        "MASK": kind,
-        **{f"mask_{axis}": step for axis, step in zip("bhq", strides, strict=True)},
-    }

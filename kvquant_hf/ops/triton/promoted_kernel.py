@@ -64,10 +64,10 @@ def load_low_parts(
     words = tl.load(extra + row[:, None] * (L // 16) + word[None, :], mask=there[:, None], other=0)
     x = planes(words, words, 0, 8, 1, 2, False, ASM)
     group = first_token // GROUP + tl.arange(0, GROUPS)
-    scales = metadata.to(tl.pointer_type(tl.int16), bitcast=True)
-    found = tl.load(scales + group[None, :] * (2 * D) + place[:, None], mask=there[:, None], other=0)
+    scales = metadata.to(tl.pointer_type(tl.float16), bitcast=True)
+    found = tl.load(scales + group[None, :] * (2 * D) + place[:, None], mask=there[:, None], other=0.0)
     # Stored is the scale of the high bits, four times that of the low ones.
-    scale = mul2(doubled_low(found.to(tl.int32), ASM), 0x34003400, ASM)
+    scale = doubled_low((found * 0.25).to(tl.int16, bitcast=True).to(tl.int32), ASM)
     scale = tl.broadcast_to(scale[:, :, None], [PP, GROUPS, WORDS // GROUPS])
     return tl.reshape(mul2(x, tl.reshape(scale, [PP, WORDS, 1]), ASM), [PP, BN // 2])
 
