@@ -13,12 +13,12 @@ class Outliers(NamedTuple):
     """Entries that are kept exact beside the codes.
 
     Attributes:
-        index: `[..., K]`, ascending: `row · length + element` within a block. int16, read as unsigned, or int32 where
+        places: `[..., K]`, ascending: `row · length + element` within a block. int16, read as unsigned, or int32 where
             a block has more than 65,536 entries.
         value: `[..., K]`, float16 or float32: the entries.
     """
 
-    index: torch.Tensor
+    places: torch.Tensor
     value: torch.Tensor
 
 

@@ -64,7 +64,7 @@ class SignMagnitude(AffineQuantizer):
     @property
     def levels(self) -> int:
         """Steps between the lowest and the highest value."""
-        return 2**self.nbits - 2
+        return int(2**self.nbits - 2)
 
 
 class Hybrid(AffineQuantizer):

@@ -55,7 +55,7 @@ class OutlierQuantizer:
         """Values of codes, see `Quantizer.dequantize`."""
         values = self._plain.dequantize(groups)
         assert groups.outliers is not None
-        places, exact = places_of(groups.outliers.index), groups.outliers.value.float()
+        places, exact = places_of(groups.outliers.places), groups.outliers.value.float()
         return values.flatten(-2).scatter(-1, places, exact).view(values.shape)
 
     def _split(self, rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,8 +102,9 @@ class OutlierQuantizer:
 
 
 def places_of(index: torch.Tensor) -> torch.Tensor:
-    """Places of outliers as `Outliers.index` stores them, int64."""
-    return index.long() & (_SHORT_PLACES - 1) if index.dtype == torch.int16 else index.long()
+    """Places of outliers as `Outliers.places` stores them, int64."""
+    places = index.long()
+    return places.bitwise_and_(_SHORT_PLACES - 1) if index.dtype == torch.int16 else places
 
 
 def check_places(index: torch.Tensor, entries: int) -> None:

@@ -38,7 +38,7 @@ def round_trip(rows: torch.Tensor, *range_rows: torch.Tensor, **changes) -> tupl
 def exact_entries(groups: QuantizedGroups) -> torch.Tensor:
     """Which entries are outliers, bool, of the shape of the codes."""
     found = torch.zeros(groups.codes.flatten(-2).shape, dtype=torch.bool)
-    return found.scatter(-1, places_of(groups.outliers.index), True).view(groups.codes.shape)
+    return found.scatter(-1, places_of(groups.outliers.places), True).view(groups.codes.shape)
 
 
 def ranges_left(rows: torch.Tensor, exact: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
@@ -67,8 +67,8 @@ def test_outliers_are_exact_and_the_others_within_half_a_step_of_what_is_left(
     values, groups = round_trip(rows, nbits=nbits, group_size=group_size, outliers=share, symmetric=symmetric)
     exact = exact_entries(groups)
     count = max(1, round(share * 20 * length))
-    assert (exact.sum((-2, -1)) == count).all() and groups.outliers.index.shape == (2, 3, count)
-    assert groups.outliers.index.dtype == torch.int16 and groups.outliers.value.dtype == torch.float16
+    assert (exact.sum((-2, -1)) == count).all() and groups.outliers.places.shape == (2, 3, count)
+    assert groups.outliers.places.dtype == torch.int16 and groups.outliers.value.dtype == torch.float16
     assert torch.equal(values[exact], rows[exact].half().float())
     half_steps = ranges_left(rows, exact, spec) / (2**nbits - 1) / 2
     error = (values - rows).abs().masked_fill(exact, 0.0)
@@ -122,7 +122,7 @@ def test_planted_outliers_are_found_alone_and_in_pairs(symmetric):
     count = round(0.01 * 64 * 64)
     rows.view(-1)[: 97 * count : 97] = torch.tensor([3.0, -3.0, 5.0]).repeat(-(-count // 3))[:count]
     _, groups = round_trip(rows, nbits=2, group_size=64, outliers=0.01, symmetric=symmetric)
-    assert places_of(groups.outliers.index).tolist() == [list(range(0, 97 * count, 97))]
+    assert places_of(groups.outliers.places).tolist() == [list(range(0, 97 * count, 97))]
     pairs = torch.rand(1, 50, 64, generator=torch.Generator().manual_seed(0)) - 0.5
     pairs[:, ::4, 10:12] = 9.0  # neither of two is worth anything without the other
     exact = exact_entries(round_trip(pairs, nbits=2, group_size=64, outliers=0.01, symmetric=symmetric)[1])
@@ -134,8 +134,8 @@ def test_places_of_large_blocks():
         block = torch.zeros(1, rows, 128)
         block[0, -1, -1] = 7.0
         values, groups = round_trip(block, nbits=2, group_size=128, outliers=0.005)
-        assert groups.outliers.index.dtype == dtype
-        assert places_of(groups.outliers.index)[0, -1] == rows * 128 - 1
+        assert groups.outliers.places.dtype == dtype
+        assert places_of(groups.outliers.places)[0, -1] == rows * 128 - 1
         assert torch.equal(values, block)
 
 
@@ -181,7 +181,7 @@ def test_ranges_and_places_may_be_fitted_to_other_rows():
     rows[:, :, :5] = 500.0  # pads
     values, fitted = round_trip(rows, clean, nbits=4, outliers=0.01)
     _, plain = round_trip(clean, nbits=4, outliers=0.01)
-    assert torch.equal(fitted.scale, plain.scale) and torch.equal(fitted.outliers.index, plain.outliers.index)
+    assert torch.equal(fitted.scale, plain.scale) and torch.equal(fitted.outliers.places, plain.outliers.places)
     kept = ~exact_entries(fitted)
     assert torch.equal(fitted.codes[..., 5:][kept[..., 5:]], plain.codes[..., 5:][kept[..., 5:]])
     assert torch.equal(values[~kept], rows[~kept].half().float())
@@ -193,7 +193,7 @@ def test_rounding_by_queries_takes_outliers_for_exact():
     plain = quantizer.quantize(rows)
     exact, off = exact_entries(plain), torch.zeros_like(rows)
     groups = quantizer.quantize(rows, None, feedback)
-    assert torch.equal(groups.scale, plain.scale) and torch.equal(groups.outliers.index, plain.outliers.index)
+    assert torch.equal(groups.scale, plain.scale) and torch.equal(groups.outliers.places, plain.outliers.places)
     error = (quantizer.dequantize(groups) - rows).masked_fill(exact, 0.0)
     scale, zero = (t[..., 0] for t in (plain.scale.float(), plain.zero_point.float()))
     for row in reversed(range(16)):
@@ -214,10 +214,10 @@ def test_constant_blocks_stay_exact(value, length):
     rows = torch.full((2, 20, length), value).half().float() if value < 6e4 else torch.full((2, 20, length), value)
     values, groups = round_trip(rows, nbits=2, outliers=0.01)
     assert torch.equal(values, rows)
-    assert len(groups.outliers.index[0].unique()) == max(1, round(0.2 * length))
+    assert len(groups.outliers.places[0].unique()) == max(1, round(0.2 * length))
     for symmetric in (False, True):
         _, groups = round_trip(rows, nbits=2, outliers=0.01, symmetric=symmetric)
-        assert int(places_of(groups.outliers.index).max()) < 20 * length
+        assert int(places_of(groups.outliers.places).max()) < 20 * length
 
 
 @hypothesis_settings(max_examples=150, deadline=None)
