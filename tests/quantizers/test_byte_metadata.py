@@ -162,7 +162,7 @@ def test_constant_groups_among_others_are_exact(nbits, value):
     assert torch.equal(values[:, 5], rows[:, 5])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     exponent=st.integers(-40, 38),
     spread=st.floats(0, 12),
@@ -183,7 +183,7 @@ def test_any_finite_input_gives_finite_parameters_and_values(exponent, spread, o
     for part in (groups.second_level, scale, zero_point, values):
         assert part is None or torch.isfinite(part).all()
     if clip == "minmax":
-        rounding = 3e-6 * (rows.double().abs().amax(-1, keepdim=True) + scale.double()) + 1e-44
+        rounding = 3e-6 * (rows.double().abs().amax(-1, keepdim=True) + scale.double()) + 1e-36
         assert ((values.double() - rows.double()).abs() <= scale.double() / 2 + rounding).all()
 
 
