@@ -65,8 +65,8 @@ def filled(model, quant=GUARDED, cuts=None, layers=None):
 
 def test_imbalance_is_the_widest_range_over_the_median_one():
     blocks = torch.zeros(1, 2, 3, 4)
-    blocks[0, 0] = torch.tensor([[0.0, 5, -1, 7], [1, 5, 1, 7], [0, 6, 3, 0]])  # ranges 1, 1, 4, 7
-    assert torch.equal(imbalance(blocks), torch.tensor([[7.0, 0.0]]))  # a constant head has none
+    blocks[0, 0] = torch.tensor([[0.0, 5, -1, 7], [1, 5, 1, 7], [0, 7, 3, 0]])  # ranges 1, 2, 4, 7
+    assert torch.equal(imbalance(blocks), torch.tensor([[3.5, 0.0]]))  # a constant head has none
 
 
 def test_imbalance_of_extreme_numbers():
