@@ -8,6 +8,7 @@ from kvquant_hf import ops
 from kvquant_hf.lazy import lazy_pair
 from kvquant_hf.padding import fill_row_sinks, without_padding
 from kvquant_hf.rope import KeyRotation
+from kvquant_hf.rotation import check_head_groups
 from kvquant_hf.storage import BlockStore
 from kvquant_hf.stored_layer import StoredLayer
 
@@ -38,6 +39,9 @@ class QuantLayer(StoredLayer):
                     f"{list(states.shape)} of {states.dtype}."
                 )
         heads, head_dim = key_states.shape[1], key_states.shape[3]
+        for spec in (self.config.key, self.config.value):
+            if spec.is_quantized:
+                check_head_groups(spec.rotation, heads, self._whole_heads)
         feedback = self.feedback
         if feedback is not None:
             if tuple(feedback.shape[:2]) != (heads, head_dim):

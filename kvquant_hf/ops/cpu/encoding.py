@@ -50,6 +50,7 @@ def can_encode(spec: "QuantSpec", dtype: torch.dtype, device: torch.device, bloc
     return (
         device.type == "cpu"
         and spec.method == "affine"
+        and spec.rotation in ("none", "hadamard")
         and not (spec.promoted and spec.clip == "mse")
         and dtype in ELEMENT_KINDS
         and block_length % 16 == 0
