@@ -90,7 +90,9 @@ class QuantCache(Cache):
         for i in self._quant_layers:
             layer_config = self.quant_config.for_layer(i, len(layers), self.layer_types[i])
             feedback = self._feedback(i, layer_config.key)
-            layers[i] = QuantLayer(layer_config, rotations[i].rotation, rotations[i].reason, feedback)
+            layers[i] = QuantLayer(
+                layer_config, rotations[i].rotation, rotations[i].reason, feedback, self._whole_heads[i]
+            )
         self._fresh_layers = {i: copy.deepcopy(layer) for i, layer in enumerate(layers) if i not in self._quant_layers}
         self.model_facts = {name: getattr(text_config, name, None) for name in _MODEL_FACTS}
         self._longrope_switch = longrope_switch(text_config)

@@ -12,7 +12,7 @@ import torch
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.padding import without_padding
 from kvquant_hf.rope import KeyRotation
-from kvquant_hf.rotation import hadamard
+from kvquant_hf.rotation import rotate_bounded
 from kvquant_hf.spec import QuantSpec
 
 # Bits of a code, plain and guarded.
@@ -72,7 +72,7 @@ def storage_of_keys(
     if padding is not None:
         blocks = without_padding(blocks, slot, padding, slot)
     blocks = blocks[:, :, 0]
-    found = imbalance(hadamard(blocks) if config.key.rotation == "hadamard" else blocks)
+    found = imbalance(rotate_bounded(blocks, config.key.rotation))
     if padding is not None:
         found = torch.where((padding < length)[:, None], found, 0.0)
     return guarded(config.key) if bool((found > config.outlier_guard).any()) else config.key

@@ -9,6 +9,7 @@ from kvquant_hf.guard import storage_of_keys
 from kvquant_hf.lazy import lazy_pair
 from kvquant_hf.padding import fill_row_sinks, without_padding
 from kvquant_hf.rope import KeyRotation
+from kvquant_hf.rotation import check_head_groups
 from kvquant_hf.spec import QuantSpec
 from kvquant_hf.storage import BlockStore
 from kvquant_hf.stored_layer import StoredLayer
@@ -39,6 +40,9 @@ class QuantLayer(StoredLayer):
                     f"`{name}` must be a floating-point tensor [batch, heads, tokens, head_dim], got "
                     f"{list(states.shape)} of {states.dtype}."
                 )
+        for spec in (self.config.key, self.config.value):
+            if spec.is_quantized:
+                check_head_groups(spec.rotation, key_states.shape[1], self._whole_heads)
         self._open_stores(key_states, value_states, self.config.key)
         if self.rotation is not None:
             if self.rotation.head_dim != key_states.shape[3]:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.rope import KeyRotation
-from kvquant_hf.rotation import hadamard
+from kvquant_hf.rotation import rotate
 from kvquant_hf.spec import QuantSpec
 
 FORMAT = "kvquant_hf.query_moments"
@@ -184,15 +184,19 @@ class QueryMoments:
             by for each unit of error in channel `j`. Channels are rounded from the last to the first.
 
         Raises:
-            ValueError: There are no moments of the layer.
+            ValueError: There are no moments of the layer, or its keys are mixed across heads.
         """
+        if spec.rotation == "grouped_heads":
+            raise ValueError(
+                f"`query_moments` serve keys whose `rotation` is one of ('none', 'hadamard', 'hadamard_signs'), got "
+                f"{spec.rotation!r} in layer {layer_idx}: an error would reach the queries of several heads."
+            )
         if layer_idx not in self._moments:
             raise ValueError(f"`query_moments` has the layers {list(self.layers)}, not {layer_idx}.")
         key = (layer_idx, spec.rotation)
         if key not in self._feedback:
             moment = self._moments[layer_idx].double()
-            if spec.rotation == "hadamard":
-                moment = hadamard(hadamard(moment).transpose(-1, -2))
+            moment = rotate(rotate(moment, spec.rotation).transpose(-1, -2), spec.rotation)
             self._feedback[key] = _feedback(moment).float()
         return self._feedback[key]
 

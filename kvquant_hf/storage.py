@@ -17,7 +17,7 @@ from kvquant_hf.quantizers import (
     quantizer_of,
     split_codes,
 )
-from kvquant_hf.rotation import hadamard
+from kvquant_hf.rotation import FOLDABLE, check_head_dim, rotate_bounded
 from kvquant_hf.spec import EXTRA_BITS, QuantSpec
 
 _BLOCK_CHUNK = 4
@@ -56,6 +56,8 @@ class BlockStore:
         partners: torch.Tensor | None = None,
     ) -> None:
         self.spec = spec
+        if spec.is_quantized:
+            check_head_dim(spec.rotation, head_dim)
         self.partners = partners
         self.feedback = feedback if spec.is_quantized else None
         self.block_length = block_length
@@ -117,8 +119,7 @@ class BlockStore:
         )
 
     def _rows(self, blocks: torch.Tensor) -> torch.Tensor:
-        if self.spec.rotation == "hadamard":
-            blocks = hadamard(blocks)
+        blocks = rotate_bounded(blocks, self.spec.rotation)
         return blocks.transpose(-1, -2) if self.spec.granularity == "per_channel" else blocks
 
     def append(self, encoded: "EncodedBlocks", spare: bool = True) -> None:
@@ -167,13 +168,18 @@ class BlockStore:
 
     # ---- reading -----------------------------------------------------------------------------------------------
 
+    @property
+    def folds_rotation(self) -> bool:
+        """Whether there is a rotation that attention can take over from `read`."""
+        return self.spec.is_quantized and self.spec.rotation in FOLDABLE
+
     def read(self, first: int, last: int, *, undo_rotation: bool = True) -> torch.Tensor:
         """Values of the blocks `first … last - 1`.
 
         Args:
             first: First block.
             last: One past the last block.
-            undo_rotation: Whether to undo the Hadamard rotation; a caller that leaves it in applies it elsewhere.
+            undo_rotation: Whether to undo `spec.rotation`; a caller that leaves it in applies it elsewhere.
 
         Returns:
             `[B, H, last - first, L, D]`, float32 (the model's dtype for 16 bits).
@@ -183,7 +189,7 @@ class BlockStore:
             return self.codes[:, :, first:last]
         rows = self._quantizer.dequantize(self._groups(first, last))
         blocks = rows.transpose(-1, -2) if self.spec.granularity == "per_channel" else rows
-        return hadamard(blocks) if undo_rotation and self.spec.rotation == "hadamard" else blocks
+        return rotate_bounded(blocks, self.spec.rotation, inverse=True) if undo_rotation else blocks
 
     def _groups(self, first: int, last: int) -> QuantizedGroups:
         """Codes and parameters of the blocks `first … last - 1`, rows as the quantizer made them."""

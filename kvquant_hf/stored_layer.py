@@ -24,6 +24,7 @@ class StoredLayer(CacheLayerMixin):
         note: What `repr` says about the rotary embedding.
         feedback: `[H_kv, D, D]`: how errors of key channels are made good in others (`QueryMoments.feedback`), or
             `None` to round every number for itself.
+        num_heads: Key/value heads of the whole model, `None` where that is not known.
     """
 
     # Set by the first keys and values: their shapes without tokens, dtypes and device.
@@ -38,12 +39,14 @@ class StoredLayer(CacheLayerMixin):
         rotation: KeyRotation | None = None,
         note: str = "",
         feedback: torch.Tensor | None = None,
+        num_heads: int | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.config = config
         self.rotation = rotation if config.key.is_quantized and config.key.rope == "pre" else None
         self.note = note
         self.feedback = feedback
+        self._whole_heads = num_heads
         self._epoch = [0]
         # Tokens at which the residual window overflows; no window limits what is not quantized at all.
         self._overflow = config.residual_length + config.block_length if config.is_quantized else 0

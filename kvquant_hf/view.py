@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvquant_hf.rope import KeyRotation
-from kvquant_hf.rotation import hadamard
+from kvquant_hf.rotation import rotate, unrotate
 from kvquant_hf.storage import BlockStore
 from kvquant_hf.window import ExactTokens
 
@@ -26,8 +26,8 @@ class Tile:
     Attributes:
         first: Slot of the first token.
         last: One past the slot of the last token.
-        keys: `[B, H, last - first, D]`, rotated as the model rotates them; the Hadamard rotation of post-RoPE keys is
-            left in where `rotated_keys` says so.
+        keys: `[B, H, last - first, D]`, rotated as the model rotates them; the rotation of post-RoPE keys by a
+            Hadamard matrix is left in where `rotated_keys` says so.
         values: `[B, H, last - first, D_v]`; likewise with `rotated_values`.
         rotated_keys: Scores need the query in the Hadamard basis.
         rotated_values: Outputs are in the Hadamard basis.
@@ -144,8 +144,8 @@ class KVView:
         begin, end = start + first * self.block_length, start + last * self.block_length
         # Rows whose sinks lie within the tile get them in the plain basis.
         fold = fold and self.padding is None
-        fold_keys = fold and self.rotation is None and self.key_store.spec.rotation == "hadamard"
-        fold_values = fold and self.value_store.spec.rotation == "hadamard"
+        fold_keys = fold and self.rotation is None and self.key_store.folds_rotation
+        fold_values = fold and self.value_store.folds_rotation
         blocks = self.key_store.read(first, last, undo_rotation=not fold_keys)
         if self.rotation is not None:
             cos, sin = self.rotation.block_tables(begin, last - first, self.block_length, self.device)
@@ -169,12 +169,12 @@ class KVView:
         return keys, values
 
     def fold_query(self, query: torch.Tensor) -> torch.Tensor:
-        """Queries `[…, D]` for tiles with `rotated_keys`: `q·k = (qH)·(kH)` for an orthonormal `H`."""
-        return hadamard(query)
+        """Queries `[…, D]` for tiles with `rotated_keys`: `q·k = (qR)·(kR)` for an orthonormal `R`."""
+        return rotate(query, self.key_store.spec.rotation)
 
     def unfold_output(self, output: torch.Tensor) -> torch.Tensor:
         """Sums `[…, D_v]` of values of tiles with `rotated_values`, back in the plain basis."""
-        return hadamard(output)
+        return unrotate(output, self.value_store.spec.rotation)
 
 
 def _with_row_sinks(tile: torch.Tensor, sinks: torch.Tensor, padding: torch.Tensor, begin: int) -> torch.Tensor:

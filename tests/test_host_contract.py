@@ -79,6 +79,9 @@ STATES = {
     "K16V4": _fill(100, settings(16, 4)),
     "K4V16": _fill(100, settings(4, 16)),
     "hadamard": _fill(100, settings(key={"rotation": "hadamard"}, value={"rotation": "hadamard"})),
+    "grouped-heads": _fill(
+        100, settings(key={"rotation": "grouped_heads"}, value={"rotation": "hadamard_signs"}), pads=(25, 7, 0)
+    ),
     "variance-normalized": _fill(
         100,
         settings(

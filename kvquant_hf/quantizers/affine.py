@@ -110,10 +110,16 @@ class AffineQuantizer:
         return int(2**self.nbits - 1)
 
     def grouped(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[..., length]` to `[..., num_groups, group_size]`, a short last group filled with its last element."""
+        """`[..., length]` to `[..., num_groups, group_size]`, a short last group repeated until it fills one.
+
+        Repeated as a whole, so that all its elements weigh alike in the choice of a clipped range (in a last round that
+        is cut short, the first ones once more).
+        """
         missing = -rows.shape[-1] % self.group_size
         if missing:
-            rows = torch.cat([rows, rows[..., -1:].expand(*rows.shape[:-1], missing)], -1)
+            rest = self.group_size - missing
+            again = rows[..., -rest:].repeat(*(1,) * (rows.ndim - 1), -(-missing // rest))
+            rows = torch.cat([rows, again[..., :missing]], -1)
         return rows.reshape(*rows.shape[:-1], -1, self.group_size)
 
     def _metadata_dtype(self, low: torch.Tensor, high: torch.Tensor) -> torch.dtype:

@@ -133,6 +133,19 @@ def test_parameters_widen_to_float32_where_float16_cannot_hold_them():
     assert (values - small).abs().max() < 4e-7
 
 
+@pytest.mark.parametrize(("length", "group_size"), [(64, 128), (80, 64), (96, 128), (80, 128)])
+def test_elements_of_a_short_group_weigh_alike_in_its_clipped_range(length, group_size):
+    """What fills it up must not draw the range to itself: no more is lost than if the group had no other elements."""
+    torch.manual_seed(0)
+    rows = torch.randn(200, length)
+    rest = rows[:, -(length % group_size) :]
+    whole, _ = round_trip(rows, nbits=2, group_size=group_size, clip="mse")
+    # Elements weigh all the same in a group that they fill a whole number of times.
+    alone, _ = round_trip(rest.repeat(1, group_size), nbits=2, group_size=group_size, clip="mse")
+    share = (whole[:, -rest.shape[1] :] - rest).square().sum() / (alone[:, : rest.shape[1]] - rest).square().sum()
+    assert share < 1.03
+
+
 @pytest.mark.parametrize("nbits", (2, 3, 4))
 def test_mse_clip_never_has_more_squared_error_and_helps_with_an_outlier(nbits):
     torch.manual_seed(0)

@@ -51,6 +51,7 @@ def can_encode(spec: "QuantSpec", dtype: torch.dtype, device: torch.device, bloc
         device.type == "cpu"
         and spec.method == "affine"
         and spec.reference_only is None
+        and spec.rotation in ("none", "hadamard")
         and not (spec.promoted and spec.clip == "mse")
         and dtype in ELEMENT_KINDS
         and block_length % 16 == 0

@@ -42,6 +42,9 @@ def _obstacle(view: "KVView") -> str | None:
         value.is_quantized and value.granularity != "per_token"
     ):
         return f"keys {key.granularity} and values {value.granularity}"
+    for name, spec in (("keys", key), ("values", value)):
+        if spec.is_quantized and spec.rotation not in ("none", "hadamard"):
+            return f"{name} with rotation={spec.rotation!r}"
     head_dim, value_dim = view.key_shape[3], view.value_shape[3]
     if head_dim % 16 or value_dim % 16 or max(head_dim, value_dim) > 256:
         return f"head sizes {head_dim} and {value_dim} (multiples of 16 up to 256)"

@@ -10,7 +10,7 @@ import torch
 
 from kvquant_hf.ops.triton.arguments import block_arguments, mask_arguments, promotion_arguments, strides
 from kvquant_hf.ops.triton.availability import why_unavailable
-from kvquant_hf.ops.triton.layout import WordLayout
+from kvquant_hf.ops.triton.layout import WordLayout, reads_rotation
 from kvquant_hf.ops.triton.tables import angle_table, offset_angle_table, offset_table, start_table
 from kvquant_hf.ops.triton.tuning import Launch, launch_parameters
 from kvquant_hf.rotation import hadamard_width
@@ -37,6 +37,9 @@ def unsupported(view: "KVView") -> str | None:
         return f"keys {key.spec.granularity}"
     if value.spec.is_quantized and value.spec.granularity != "per_token":
         return f"values {value.spec.granularity}"
+    for name, spec in (("keys", key.spec), ("values", value.spec)):
+        if not reads_rotation(spec):
+            return f"{name} with rotation={spec.rotation!r}"
     if key.spec.is_quantized and key.spec.rotation != "none" and view.rotation is not None:
         return "a Hadamard rotation of pre-RoPE keys"
     for store in (key, value):
@@ -141,7 +144,7 @@ def split_arguments(
     chunk, splits = _splits(tokens, launch.BN, programs, view.device)
     query = query if query.stride(3) == 1 else query.contiguous()
     folded = query
-    if key.spec.is_quantized and key.spec.rotation == "hadamard":
+    if key.spec.is_quantized and key.spec.rotation != "none":
         query = query.float().contiguous()
         folded = view.fold_query(query).contiguous()
     partial = torch.empty(batch_size, heads, rows, splits + 1, value_dim, device=view.device)

@@ -11,6 +11,7 @@ import torch
 from kvquant_hf.blocks import EncodedBlocks
 from kvquant_hf.quantizers import QuantizedGroups, along, join_codes, split_codes
 from kvquant_hf.rope import KeyRotation
+from kvquant_hf.rotation import FOLDABLE
 from kvquant_hf.spec import EXTRA_BITS, QuantSpec
 
 # Rotation in float16 must not overflow: sqrt(2) times this stays below the largest float16, 65504.
@@ -61,6 +62,16 @@ class ChannelOrder:
         return first + rest[:middle] + second + rest[middle:]
 
 
+def reads_rotation(spec: QuantSpec) -> bool:
+    """Whether the kernels read a side in its rotation.
+
+    Of keys (per channel) the queries are rotated before them, as any rotation within a head may be; outputs, which
+    belong to values (per token), in the kernel that puts them together.
+    """
+    known = FOLDABLE if spec.granularity == "per_channel" else ("hadamard",)
+    return not spec.is_quantized or spec.rotation in ("none", *known)
+
+
 def word_layouts(
     specs: tuple[QuantSpec, QuantSpec],
     block_length: int,
@@ -74,6 +85,8 @@ def word_layouts(
     if value.is_quantized and value.granularity != "per_token":
         return None, None
     if any(spec.reference_only is not None for spec in specs):
+        return None, None
+    if not all(map(reads_rotation, specs)):
         return None, None
     keys = WordLayout(key, block_length, ChannelOrder.of(rotation, head_dims[0])) if key.is_quantized else None
     values = WordLayout(value, block_length, ChannelOrder(head_dims[1])) if value.is_quantized else None
