@@ -161,7 +161,10 @@ class QuantSpec:
             return "keys or values with `outliers`"
         if self.levels != "uniform":
             return f"codes of uneven levels (`levels` {self.levels})"
-        return "`metadata_nbits=8`" if self.has_second_level else None
+        # A zero point of 8 bits takes tables and a list, a scale one power of two.
+        if self.has_second_level and not (self.symmetric and self.granularity == "per_token"):
+            return "`metadata_nbits=8` but of symmetric codes per token"
+        return None
 
     @property
     def token_group(self) -> int:

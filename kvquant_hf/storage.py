@@ -113,9 +113,9 @@ class BlockStore:
             codes, low = split_codes(codes, groups.promoted)
             extra = self._extra_layout.pack(low)
         packed, parameters = self.layout.pack(codes), (groups.scale, groups.zero_point)
-        outliers = groups.outliers or (None, None)
+        places, exact = groups.outliers or (None, None)
         return EncodedBlocks(
-            packed, *parameters, None, groups.factor, extra, groups.promoted, *outliers, groups.second_level
+            packed, *parameters, None, groups.factor, extra, groups.promoted, places, exact, groups.second_level
         )
 
     def _rows(self, blocks: torch.Tensor) -> torch.Tensor:

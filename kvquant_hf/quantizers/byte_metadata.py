@@ -6,7 +6,7 @@ from kvquant_hf.quantizers.affine import _CLIP_SHARES, AffineQuantizer
 from kvquant_hf.quantizers.base import QuantizedGroups
 from kvquant_hf.quantizers.promoted import PromotedQuantizer
 from kvquant_hf.quantizers.second_level import SecondLevel, StoredParameters, expand_scales, expand_zero_points
-from kvquant_hf.quantizers.variance_normalized import _sum
+from kvquant_hf.quantizers.sums import sum_by_halves
 from kvquant_hf.spec import EXTRA_BITS, QuantSpec
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -98,7 +98,7 @@ class ByteMetadataQuantizer(AffineQuantizer):
     def _error(self, groups: torch.Tensor, stored: StoredParameters, levels: torch.Tensor) -> torch.Tensor:
         """Squared error of groups, `[..., rows, groups]`; sums in an order that depends on nothing else."""
         codes = self._codes(groups, stored.scale, stored.zero_point, levels[..., None, None])
-        return _sum(self._values(codes, stored.scale, stored.zero_point).sub_(groups).square_(), -1).squeeze(-1)
+        return sum_by_halves(self._values(codes, stored.scale, stored.zero_point).sub_(groups).square_(), -1).squeeze(-1)
 
     def _values(self, codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None) -> torch.Tensor:
         # The grid reaches farther than the range it covers, which may end at the largest number there is.

@@ -6,7 +6,7 @@ import torch
 
 from kvquant_hf.quantizers.affine import AffineQuantizer
 from kvquant_hf.quantizers.base import QuantizedGroups
-from kvquant_hf.quantizers.variance_normalized import _sum
+from kvquant_hf.quantizers.sums import sum_by_halves
 from kvquant_hf.spec import QuantSpec
 
 # Normal numbers of float16 that factors keep to.
@@ -86,7 +86,7 @@ class Hybrid(AffineQuantizer):
         errors = []
         for i in range(2):
             codes = self._codes(groups, candidates[i], zero_points[i])
-            errors.append(_sum((self._values(codes, candidates[i], zero_points[i]) - groups).abs_(), -1)[..., 0])
+            errors.append(sum_by_halves((self._values(codes, candidates[i], zero_points[i]) - groups).abs_(), -1)[..., 0])
         shifted = errors[1] < errors[0]
         return torch.where(shifted, candidates[1], candidates[0]), torch.where(shifted, zero_points[1], zero_points[0])
 

@@ -98,7 +98,8 @@ class OutlierQuantizer:
             if not self._plain.symmetric:
                 filler = short.sort(dim=-1).values[..., (short.shape[-1] - 1) // 2, None]
             keys = torch.cat([keys, filler.expand(*filler.shape[:-1], missing)], -1)
-        return keys.unflatten(-1, (-1, size))
+        grouped: torch.Tensor = keys.unflatten(-1, (-1, size))
+        return grouped
 
 
 def places_of(index: torch.Tensor) -> torch.Tensor:

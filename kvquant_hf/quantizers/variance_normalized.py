@@ -4,7 +4,7 @@ import torch
 
 from kvquant_hf.quantizers.affine import AffineQuantizer
 from kvquant_hf.quantizers.base import QuantizedGroups
-from kvquant_hf.quantizers.sums import sum_by_halves as _sum
+from kvquant_hf.quantizers.sums import sum_by_halves
 from kvquant_hf.spec import QuantSpec
 
 # Alternating normalizations of rows and columns; KVarN uses about eight.
@@ -80,6 +80,6 @@ def column_factors(tiles: torch.Tensor) -> torch.Tensor:
 def _spread(tiles: torch.Tensor, dim: int, floor: float) -> torch.Tensor:
     """Standard deviation along `dim`, kept as a dimension; 1 where it is below `floor`."""
     size = tiles.shape[dim]
-    apart = tiles - _sum(tiles, dim) / size
-    deviation = (_sum(apart.square_(), dim) / size).sqrt_()
+    apart = tiles - sum_by_halves(tiles, dim) / size
+    deviation = (sum_by_halves(apart.square_(), dim) / size).sqrt_()
     return torch.where(deviation >= floor, deviation, 1.0)
