@@ -26,7 +26,7 @@ _TRIES = 8
 
 
 @cache
-def _scale_table(device: torch.device) -> torch.Tensor:
+def scale_table(device: torch.device) -> torch.Tensor:
     """Scales over the base, `[2 · 256]`, float32, increasing: the fine steps, then the coarse ones."""
     with torch.inference_mode(False):
         rows = [[0.0] + [2.0 ** (-(255 - byte) / steps) for byte in range(1, 256)] for steps in _STEPS]
@@ -52,7 +52,7 @@ def expand_scales(codes: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         `[..., rows, groups]`, float32.
     """
     base = numbers[..., 0].float()[..., None, None]
-    scale: torch.Tensor = _scale_table(codes.device)[codes.long() + 256 * (base < 0)] * base.abs()
+    scale: torch.Tensor = scale_table(codes.device)[codes.long() + 256 * (base < 0)] * base.abs()
     return scale
 
 
@@ -170,14 +170,14 @@ class SecondLevel:
 
     def _scale_codes(self, scale: torch.Tensor) -> torch.Tensor:
         """The smallest bytes whose scales are not below these, int64; the largest byte where there is none."""
-        table = _scale_table(scale.device).view(len(_STEPS), 256)
+        table = scale_table(scale.device).view(len(_STEPS), 256)
         over = (scale / torch.where(self._base > 0, self._base, 1.0)).contiguous()
         codes = torch.where(self._coarse, torch.searchsorted(table[1], over), torch.searchsorted(table[0], over))
         codes.clamp_(max=255)
         return torch.where(self._scales(codes) < scale, codes + 1, codes).clamp_(max=255)  # the quotient was rounded
 
     def _scales(self, codes: torch.Tensor) -> torch.Tensor:
-        scale: torch.Tensor = _scale_table(codes.device)[codes + 256 * self._coarse] * self._base
+        scale: torch.Tensor = scale_table(codes.device)[codes + 256 * self._coarse] * self._base
         return scale
 
 

@@ -18,7 +18,7 @@ from tests.ops.test_decode_attention import check, filled_layer
 ROOT = Path(__file__).parents[2]
 QUERY = torch.randn(2, 4, 1, 32)
 SIZES = {"KB": 4, "VB": 4, "D": 32, "DV": 32, "L": 32, "GK": 32, "GV": 32, "R": 2}
-VARIANT = tuple((SIZES | dict.fromkeys(("ROPE", "RO", "RW", "KH", "VH", "KF", "VF", "KP", "KIND"), 0)).items())
+VARIANT = tuple((SIZES | dict.fromkeys(("ROPE", "RO", "RW", "KH", "VH", "KF", "VF", "KP", "VM", "KIND"), 0)).items())
 
 
 @pytest.fixture

@@ -196,6 +196,33 @@ def test_padded_rows_with_their_own_sinks(rotation, rotate):
     check(layer, 4, 1, mask)
 
 
+@pytest.mark.parametrize("head_dim", [32, 96, 128])
+@pytest.mark.parametrize("group_size", [16, 64, 128])
+@pytest.mark.parametrize("nbits", [2, 3, 4, 8])
+def test_values_with_scales_of_8_bits(nbits, group_size, head_dim):
+    rotation = KeyRotation(1 / 100 ** (torch.arange(16) / 16), 32 if head_dim == 32 else head_dim)
+    value = {"nbits": nbits, "group_size": group_size, "symmetric": True, "metadata_nbits": 8, "clip": "mse"}
+    layer = filled_layer(
+        300,
+        rotation=rotation,
+        head_dim=head_dim,
+        uneven=True,
+        key={"nbits": 2, "promoted": 0.25},
+        value=value | ({} if head_dim == 96 else {"rotation": "hadamard"}),
+    )
+    store = layer.view().value_store
+    assert store.scale is not None and store.scale.dtype == torch.uint8 and cpu.unsupported(layer.view()) is None
+    check(layer, 4, 1, None)
+    # Scales of coarse steps (of about the same size), of zeros, and a base in float32.
+    store.second_level[:, 0] *= -1
+    store.scale[:, 0] = 255 - (255 - store.scale[:, 0]) // 4
+    store.scale[0, 1, 0] = 0
+    check(layer, 4, 1, None)
+    store.second_level = store.second_level.float() * 1e-3
+    store.memo.clear()
+    check(layer, 6, 2, None)
+
+
 FACTORS = {
     "both": {},
     "keys": {"value": {"method": "affine"}},

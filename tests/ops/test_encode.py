@@ -44,6 +44,10 @@ def assert_same(got, want) -> None:
     assert (got.zero_point is None) == (want.zero_point is None)
     if want.zero_point is not None:
         assert torch.equal(got.zero_point, want.zero_point)
+    assert (got.second_level is None) == (want.second_level is None)
+    if want.second_level is not None:
+        assert got.second_level.dtype == want.second_level.dtype
+        assert torch.equal(got.second_level, want.second_level)
 
 
 SPECS = [
@@ -60,6 +64,50 @@ def test_every_format_is_that_of_the_quantizer_bit_for_bit(spec):
     for head_dim in (16, 64, 80, 96, 256):
         states = states_like(2, 3, 2 * length, head_dim)
         assert_same(cpu.encode(spec, states, length), expected(spec, states, length))
+
+
+@pytest.mark.parametrize("rotation", ["none", "hadamard"])
+@pytest.mark.parametrize("group_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("nbits", [2, 3, 4, 8])
+def test_scales_of_8_bits_are_those_of_the_quantizer_bit_for_bit(nbits, group_size, rotation):
+    spec = QuantSpec(
+        nbits, "per_token", group_size, rope="post", rotation=rotation, symmetric=True, metadata_nbits=8
+    )
+    for head_dim in (16, 64, 128):
+        states = states_like(2, 3, 4 * L, head_dim)
+        assert_same(cpu.encode(spec, states, L), expected(spec, states, L))
+    fitted = states_like(2, 3, 4 * L, 64, seed=1).reshape(2, 3, 4, L, 64).contiguous()
+    states = states_like(2, 3, 4 * L, 64)
+    assert_same(cpu.encode(spec, states, L, fitted=fitted), expected(spec, states, L, fitted=fitted))
+
+
+@pytest.mark.parametrize("octaves", [2, 7, 9, 40])
+def test_scales_of_8_bits_over_many_octaves(octaves):
+    spec = QuantSpec(4, "per_token", rope="post", symmetric=True, metadata_nbits=8)
+    states = torch.randn(1, 2, 2 * L, 64, generator=torch.Generator().manual_seed(0))
+    states *= 2.0 ** (12 - torch.linspace(0, octaves, 2 * L))[:, None]
+    states[:, 1, :L] = 0
+    got, want = cpu.encode(spec, states, L), expected(spec, states, L)
+    assert_same(got, want)
+    assert bool((want.second_level < 0).any()) == (octaves > 15)  # two blocks share the octaves
+
+
+@pytest.mark.parametrize("power", [2.0**-30, 2.0**17])
+def test_scales_of_8_bits_that_float16_cannot_hold_are_left_to_the_quantizer(power):
+    spec = QuantSpec(4, "per_token", rope="post", symmetric=True, metadata_nbits=8)
+    states = states_like(1, 2, 2 * L, 64) / 3000
+    assert cpu.encode(spec, states, L) is not None
+    assert cpu.encode(spec, states * power, L) is None
+
+
+@pytest.mark.parametrize("nbits", [2, 3, 4])
+def test_scales_of_8_bits_of_least_squared_error(nbits):
+    spec = QuantSpec(nbits, "per_token", symmetric=True, clip="mse", metadata_nbits=8)
+    states = states_like(2, 3, 4 * L, 64)
+    got, want = cpu.encode(spec, states, L), expected(spec, states, L)
+    assert torch.equal(got.second_level, want.second_level)
+    assert (got.scale == want.scale).float().mean() > 0.99
+    assert not torch.equal(got.scale, cpu.encode(replace(spec, clip="minmax"), states, L).scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

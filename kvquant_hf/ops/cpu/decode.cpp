@@ -10,6 +10,7 @@
 //   KH VH    whether keys, values are stored in the Hadamard basis
 //   KF VF    whether keys have a factor per token, values one per channel of a block
 //   KP       channels of a block of keys that have two more bits
+//   VM       whether scales of values are bytes, relative to a number of their block (symmetric codes)
 //   KIND     element type of exact tokens (enum Kind)
 //
 // Legend: B batch, H key/value heads, G query heads that share one, N blocks, T tokens. Rows of codes are packed as in
@@ -52,6 +53,8 @@ struct Args {
   int64_t kfwide, vfwide;          // whether they are float32 instead of float16
   const uint8_t *extra, *promoted; // low two bits [B, H, N, KP, L/4] and numbers [B, H, N, KP] of promoted channels
   int64_t eb, eh, pb, ph;          // their strides of batch and head
+  const char *vbase;               // what bytes of scales of values are relative to, [B, H, N]
+  int64_t vbb, vbh, vbwide;        // its strides of batch and head, and whether it is float32 instead of float16
 };
 
 struct State {
@@ -63,6 +66,16 @@ struct State {
 };
 
 INLINE vf meta(const char *p, int64_t i, bool wide) { return wide ? load((const float *)p + i) : half16(p + 2 * i); }
+
+#if VM
+// Scales that sixteen bytes stand for, see quantizers/second_level.py: base · 2^-((255 - byte) / 32), eight to the octave
+// where the base is negative; byte 0 is zero.
+INLINE vf byte_scales(const uint8_t *p, float base) {
+  vf byte = __builtin_convertvector(raw<v16u8>(p), vf);
+  vf scale = exp2v((byte - 255.f) * (base < 0 ? 1 / 8.f : 1 / 32.f)) * fabsf(base);
+  return byte > 0.f ? scale : vf{};
+}
+#endif
 
 // ---- softmax ---------------------------------------------------------------------------------------------------------
 
@@ -354,9 +367,10 @@ INLINE void sum_integers(const uint8_t *rows, int tokens, const float (*p)[TILE]
 #endif
 
 #if VB != 16
-// `factors`: place of the first factor of block 0, with VF.
+// `factors`: place of the first factor of block 0, with VF; `bases`: of its base, with VM.
 static __attribute__((noinline)) void sum_codes(const Args &a, State &st, const uint8_t *v, int64_t meta0,
-                                                [[maybe_unused]] int64_t factors, int64_t n, int tokens) {
+                                                [[maybe_unused]] int64_t factors, [[maybe_unused]] int64_t bases, int64_t n,
+                                                int tokens) {
   constexpr int ROW = DV * VB / 8;
   alignas(64) float scale[NGV][TILE];
   // With factors the zero points of a block are added to its sums: st.zero stays empty.
@@ -364,9 +378,17 @@ static __attribute__((noinline)) void sum_codes(const Args &a, State &st, const 
   auto &zeros = VF ? apart : st.zero;
   for (int t0 = 0; t0 < tokens; t0 += L) {
     alignas(64) float step[NGV][L], zero[NGV][L];
+#if VM
+    int64_t block = bases + n + t0 / L;
+    float base = a.vbwide ? ((const float *)a.vbase)[block] : fetch1(F16, a.vbase, block);
+#endif
     for (int i = 0; i < L * NGV; i += 16) {
       int64_t at = meta0 + (n * L + t0) * NGV + i;
+#if VM
+      vf s = byte_scales((const uint8_t *)a.vs + at, base), z = s * (((1 << VB) - 1) / -2.f);
+#else
       vf s = meta(a.vs, at, a.vwide), z = a.vz ? meta(a.vz, at, a.vwide) : s * (((1 << VB) - 1) / -2.f);
+#endif
       if (DOT8 && VB == 8) z += s * 128.f;  // the dot products read codes as signed: code - 128
       store(&step[0][0] + i, s);
       store(&zero[0][0] + i, z);
@@ -451,7 +473,7 @@ static void block_part(const Args &a, int b, int h, int64_t row, int64_t n0, int
 #if VB == 16
     sum_exact(st, v + n * L * DV * VSIZE, DV, blocks * L);
 #else
-    sum_codes(a, st, (const uint8_t *)v, vmeta, vfactors, n, blocks * L);
+    sum_codes(a, st, (const uint8_t *)v, vmeta, vfactors, VM ? b * a.vbb + h * a.vbh : 0, n, blocks * L);
 #endif
   }
 }

@@ -9,6 +9,7 @@
 // for values (per token) the other way round.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <new>
 #include "simd.h"
 
@@ -30,6 +31,9 @@ struct Args {
   int64_t promotions;              // channels of a block that get two more bits, P
   const int64_t *partners;         // [D] or null: channels that are promoted together
   uint8_t *extra, *promoted;       // [B, H, N, P, L/4] their low two bits, [B, H, N, P] their numbers
+  const float *bytes;              // [2, 256] or null: scales over the base that bytes stand for, fine and coarse
+  uint8_t *byte_scale;             // [B, H, N, rows, groups]: these bytes, instead of `scale`
+  uint16_t *base;                  // [B, H, N], float16
 };
 
 // ---- float16, rounded in one direction -------------------------------------------------------------------------------
@@ -61,9 +65,28 @@ struct Format {
   int levels;    // steps between the lowest and the highest value
   float middle;  // where zero lies among symmetric codes
   bool symmetric;
+  const float *bytes = nullptr;  // [256]: scales over the base that bytes stand for, increasing; symmetric codes only
+  float base = 0;
 };
 
+// Symmetric codes with scales that are bytes: the smallest that is wide enough, or the largest there is.
+static Grid byte_grid(const Format &f, vf low, vf high) {
+  Grid g;
+  for (int i = 0; i < 16; i++) {
+    float lowest = low[i] / (float)f.levels, needed = high[i] / (float)f.levels - lowest;
+    const float *found = std::lower_bound(f.bytes, f.bytes + 255, f.base > 0 ? needed / f.base : needed);
+    if (*found * f.base < needed && found < f.bytes + 255) found++;  // the quotient was rounded
+    float s = *found * f.base;
+    g.scale[i] = found - f.bytes;
+    g.step[i] = s;
+    g.offset[i] = 0;
+    g.inverse[i] = s >= 1.17549435e-38f ? 1 / s : 0.f;
+  }
+  return g;
+}
+
 static Grid grid_of(const Format &f, vf low, vf high) {
+  if (f.bytes) return byte_grid(f, low, high);
   Grid g;
   for (int i = 0; i < 16; i++) {
     float lo = low[i], hi = high[i], z = 0, s;
@@ -266,6 +289,55 @@ static void round_channels(const Args &a, const Format &plain, const Format &fin
   }
 }
 
+// Range of `count` elements in each of sixteen lanes, evenly about zero for symmetric codes. `undefined`: lanes in which
+// something is not finite, of what is ranged over or of what is coded.
+struct Range {
+  vf low, high;
+  vi undefined;
+};
+
+static Range range_of(const Format &f, const float *from, const float *own, int64_t step, int64_t count) {
+  Range r{load(from), load(from), {}};
+  for (int64_t e = 0; e < count; e++) {
+    vf v = load(from + e * step), w = load(own + e * step);
+    r.low = vmin(v, r.low);
+    r.high = vmax(v, r.high);
+    r.undefined |= (v != v) | (w - w != vf{});  // not a number, or infinite where only the range was checked
+  }
+  if (f.symmetric) {
+    r.high = vmax(r.high, -r.low);
+    r.low = -r.high;
+  }
+  return r;
+}
+
+// The base of a block whose scales are bytes: its largest scale, rounded up to float16, negative if the scales span so
+// much that bytes take coarser steps. False if float16 does not hold it.
+static bool find_base(Format &f, const float *range, const float *own, int64_t rows, int64_t elements, int64_t group,
+                      uint16_t *base) {
+  float most = 0, least = INFINITY;
+  for (int64_t lane = 0; lane < rows; lane += 16)
+    for (int64_t first = 0; first < elements; first += group) {
+      int64_t count = elements - first < group ? elements - first : group, at = first * rows + lane;
+      Range r = range_of(f, range + at, own + at, rows, count);
+      for (int i = 0; i < 16; i++) {
+        if (r.undefined[i] || !(r.high[i] <= 65504.f)) return false;
+        float lowest = r.low[i] / (float)f.levels, needed = r.high[i] / (float)f.levels - lowest;
+        if (needed > most) most = needed;
+        if (needed > 0 && needed < least) least = needed;
+      }
+    }
+  if (most > 0 && most < 6.103515625e-05f) return false;
+  if (most > 0.98f * 65504.f) return false;
+  *base = rounded(most, true);
+  f.base = half_to_float(*base);
+  if (std::isfinite(least) && least < f.bytes[1] * f.base) {
+    *base |= 0x8000;
+    f.bytes += 256;
+  }
+  return true;
+}
+
 // Encode block `n` of head `h` of row `b`; false if it does not fit into float16 parameters.
 static bool encode_block(const Args &a, Scratch &s, int64_t b, int64_t h, int64_t n) {
   int64_t L = a.length, D = a.dim, index = (b * a.heads + h) * a.blocks + n;
@@ -296,7 +368,8 @@ static bool encode_block(const Args &a, Scratch &s, int64_t b, int64_t h, int64_
   }
   int64_t groups = (elements + a.group - 1) / a.group, row_bytes = elements * a.nbits / 8;
   int levels = (1 << a.nbits) - 1;
-  Format f{levels, levels / 2.f, a.symmetric != 0};
+  Format f{levels, levels / 2.f, a.symmetric != 0, a.bytes};
+  if (a.bytes && !find_base(f, range, x, rows, elements, a.group, a.base + index)) return false;
   int most = (1 << (a.nbits + 2)) - 1;
   Format fine{most, most / 2.f, false};
   bool one_by_one = a.feedback || a.promotions;
@@ -306,19 +379,8 @@ static bool encode_block(const Args &a, Scratch &s, int64_t b, int64_t h, int64_
     for (int64_t g = 0; g < groups; g++) {
       int64_t first = g * a.group, count = elements - first < a.group ? elements - first : a.group;
       const float *from = range + first * rows + lane, *own = x + first * rows + lane;
-      vf low = load(from), high = low;
-      vi undefined = {};
-      for (int64_t e = 0; e < count; e++) {
-        vf v = load(from + e * rows), w = load(own + e * rows);
-        low = vmin(v, low);
-        high = vmax(v, high);
-        undefined |= (v != v) | (w - w != vf{});  // not a number, or infinite where only the range was checked
-      }
-      if (f.symmetric) {
-        high = vmax(high, -low);
-        low = -high;
-      }
-      if (!fits_half(f, low, high, undefined)) return false;
+      auto [low, high, undefined] = range_of(f, from, own, rows, count);
+      if (!a.bytes && !fits_half(f, low, high, undefined)) return false;
       Grid grid = grid_of(f, low, high);
       if (a.promotions) {
         if (!fits_half(fine, low, high, undefined)) return false;
@@ -335,7 +397,8 @@ static bool encode_block(const Args &a, Scratch &s, int64_t b, int64_t h, int64_
       }
       for (int i = 0; i < 16; i++) {
         int64_t at = (index * rows + lane + i) * groups + g;
-        a.scale[at] = grid.scale[i];
+        if (a.bytes) a.byte_scale[at] = grid.scale[i];
+        else a.scale[at] = grid.scale[i];
         if (a.zero) a.zero[at] = grid.zero[i];
       }
     }

@@ -10,6 +10,7 @@ import torch
 from kvquant_hf.blocks import EncodedBlocks
 from kvquant_hf.ops.cpu.build import ELEMENT_KINDS, BuildError, load, parallel_region
 from kvquant_hf.ops.cpu.tables import offset_tables, start_tables
+from kvquant_hf.quantizers.second_level import scale_table
 
 if TYPE_CHECKING:
     from kvquant_hf.rope import KeyRotation
@@ -53,6 +54,7 @@ def can_encode(spec: "QuantSpec", dtype: torch.dtype, device: torch.device, bloc
         and spec.reference_only is None
         and spec.rotation in ("none", "hadamard")
         and not (spec.promoted and spec.clip == "mse")
+        and not (spec.has_second_level and not spec.symmetric)
         and dtype in ELEMENT_KINDS
         and block_length % 16 == 0
         and head_dim % 16 == 0
@@ -89,8 +91,8 @@ def encode(
         partners: `[D]`, int64: likewise.
 
     Returns:
-        The blocks in the common layout, or `None` where something is not finite or needs parameters in float32:
-        `AffineQuantizer` knows what to do then.
+        The blocks in the common layout, or `None` where something is not finite or needs parameters in float32: the
+        quantizer knows what to do then.
 
     Raises:
         BuildError: The code could not be compiled.
@@ -104,7 +106,8 @@ def encode(
     rows, row = (head_dim, block_length) if per_channel else (block_length, head_dim)
     shape = (batch_size, heads, blocks, rows)
     codes = torch.empty((*shape, row * spec.nbits // 8), dtype=torch.uint8)
-    scale = torch.empty((*shape, -(-row // spec.group_size)), dtype=torch.float16)
+    scale_type = torch.uint8 if spec.has_second_level else torch.float16
+    scale = torch.empty((*shape, -(-row // spec.group_size)), dtype=scale_type)
     zero_point = None if spec.symmetric else torch.empty_like(scale)
     turn = [0] * 8
     tables: tuple[torch.Tensor, ...] = ()
@@ -124,9 +127,16 @@ def encode(
     promoted = torch.empty((*shape[:3], count), dtype=torch.uint8) if count else None
     fields += [0 if tensor is None else tensor.data_ptr() for tensor in (zero_point, feedback)]
     fields += [count, *(0 if tensor is None else tensor.data_ptr() for tensor in (partners, extra, promoted))]
+    base = torch.empty((*shape[:3], 1), dtype=torch.float16) if spec.has_second_level else None
+    if base is not None:
+        fields += [scale_table(states.device).data_ptr(), scale.data_ptr(), base.data_ptr()]
+    else:
+        fields += [0, 0, 0]
     args = array("q", fields)
     parallel = parallel_region()
     threads = torch.get_num_threads() if parallel and blocks > 1 else 1
     failed = function(args.buffer_info()[0], threads, parallel)
     del tables
-    return None if failed else EncodedBlocks(codes, scale, zero_point, extra=extra, promoted=promoted)
+    if failed:
+        return None
+    return EncodedBlocks(codes, scale, zero_point, extra=extra, promoted=promoted, second_level=base)

@@ -185,7 +185,7 @@ def _plan(view: "KVView") -> _Plan:
     key, value, rotation = view.key_store.spec, view.value_store.spec, view.rotation
     blocks = [0] * 16
     tables = [0] * 4
-    factors = [0] * 14
+    factors = [0] * 18
     if view.num_blocks:
         blocks, factors = _block_fields(view), _factor_fields(view)
         if rotation is not None:
@@ -207,6 +207,7 @@ def _plan(view: "KVView") -> _Plan:
         "KP": key.num_promoted(view.key_shape[3]) if key.is_quantized else 0,
         "KF": int(key.has_factor),
         "VF": int(value.has_factor),
+        "VM": int(value.has_second_level),
         "KIND": ELEMENT_KINDS[view.key_dtype],
     }
     plan = _Plan(blocks, tables, factors, tuple(defines.items()), {})
@@ -230,7 +231,10 @@ def _block_fields(view: "KVView") -> list[int]:
 
 
 def _factor_fields(view: "KVView") -> list[int]:
-    """Addresses and strides of factors, and of what promoted channels add, zeros where there are none, likewise."""
+    """Addresses and strides of factors, of what promoted channels add and of what bytes of scales are relative to.
+
+    Zeros where there are none, likewise.
+    """
     factors = [store.factor for store in (view.key_store, view.value_store)]
     fields = [0 if factor is None else factor.data_ptr() for factor in factors]
     for factor in factors:
@@ -240,6 +244,8 @@ def _factor_fields(view: "KVView") -> list[int]:
     fields += [0 if tensor is None else tensor.data_ptr() for tensor in promotion]
     for tensor in promotion:
         fields += [0, 0] if tensor is None else tensor.stride()[:2]
+    base = view.value_store.second_level
+    fields += [0] * 4 if base is None else [base.data_ptr(), *base.stride()[:2], int(base.dtype == torch.float32)]
     return fields
 
 
