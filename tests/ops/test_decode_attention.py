@@ -219,7 +219,7 @@ def test_values_with_scales_of_8_bits(nbits, group_size, head_dim):
     store.scale[0, 1, 0] = 0
     check(layer, 4, 1, None)
     store.second_level = store.second_level.float() * 1e-3
-    store.memo.clear()
+    layer.view().memo.clear()
     check(layer, 6, 2, None)
 
 
