@@ -189,7 +189,8 @@ class TurboQuantizer(CodebookQuantizer):
     residual stage (QJL) is left out: its inner products are unbiased, but softmax amplifies the variance they cost.
 
     Codes are chosen for `n / sqrt(D)` and therefore not computed against the stored scale, which follows from them.
-    There is one group per token and head up to a head size of 128; larger heads have a norm per 128 channels.
+    There is one group per token and head up to a head size of 128; larger heads have a norm per 128 channels. Tokens
+    of numbers near the largest float32 may come back smaller, as their scale would be beyond it.
     """
 
     def quantize(
@@ -210,7 +211,7 @@ class TurboQuantizer(CodebookQuantizer):
             return levels.nearest(even / torch.where(sigma > 0, sigma, 1.0))
 
         codes = nearest(fitted)
-        scale = (spread / _norm(levels.values(codes), valid) * peak).squeeze(-1)
+        scale = (spread / _norm(levels.values(codes), valid) * peak).squeeze(-1).clamp_(max=_LARGEST)
         wide = (scale > _HALF_MAX) | ((scale > 0) & (scale < _HALF_SMALL_SCALE))
         scale = _stored(scale, wide).to(torch.float32 if bool(wide.any()) else torch.float16)
         if range_rows is not None:
