@@ -98,8 +98,7 @@ class OutlierQuantizer:
             if not self._plain.symmetric:
                 filler = short.sort(dim=-1).values[..., (short.shape[-1] - 1) // 2, None]
             keys = torch.cat([keys, filler.expand(*filler.shape[:-1], missing)], -1)
-        grouped: torch.Tensor = keys.unflatten(-1, (-1, size))
-        return grouped
+        return keys.reshape(*keys.shape[:-1], -1, size)
 
 
 def places_of(index: torch.Tensor) -> torch.Tensor:

@@ -188,7 +188,7 @@ def test_ranges_and_places_may_be_fitted_to_other_rows():
 
 
 def test_rounding_by_queries_takes_outliers_for_exact():
-    rows, feedback = heavy(1, 2, 3, 16, 32), 0.3 * torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(1))
+    rows, feedback = heavy(1, 2, 3, 16, 32), torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(1))
     quantizer = OutlierQuantizer(QuantSpec(nbits=3, outliers=0.02))
     plain = quantizer.quantize(rows)
     exact, off = exact_entries(plain), torch.zeros_like(rows)
