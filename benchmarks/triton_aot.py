@@ -294,7 +294,10 @@ def byte_examples() -> Iterator[tuple[str, tuple[torch.Tensor, QuantLayer]]]:
     yield "d96 k2pv3", example(96, (2, 3), 4, rope(96, 96), torch.float16, **quarter)
     yield "d128 k2pv2", example(128, (2, 2), 4, rope(128, 128), **quarter)
     yield "d128 k3pv4, 16 rows", example(128, (3, 4), 16, rope(128, 128), **quarter)
-    yield "d256 k2pv4", example(256, (2, 4), 4, rope(256, 256), **quarter)
+    yield (
+        "d256 k2pv4, half, groups of 128",
+        example(256, (2, 4), 4, rope(256, 256), promoted=0.5, group_size=128, values=rotated),
+    )
     yield "d128 k8v8, groups of 32", example(128, (8, 8), 4, rope(128, 128), values=rotated)
 
 

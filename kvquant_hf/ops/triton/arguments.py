@@ -15,7 +15,7 @@ def strides(name: str, tensor: torch.Tensor | None, axes: str) -> dict[str, int]
 
 
 def block_arguments(side: str, store: "BlockStore", nothing: torch.Tensor) -> dict[str, Any]:
-    """Buffers of codes, parameters and factors, or the bases that scales of a byte have instead, with their strides."""
+    """Buffers of codes, parameters and factors (scales of a byte: their bases) with their strides."""
     metadata = store.codes if store.metadata is None else store.metadata
     factor = store.second_level if store.factor is None else store.factor
     factor = metadata if factor is None else factor

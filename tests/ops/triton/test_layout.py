@@ -91,3 +91,16 @@ def test_reading_the_gpu_layout_needs_no_triton(preset):
     assert isinstance(layers[0]._block_stores()[0].own_layout, WordLayout)
     for mine, theirs in zip(*(layer.dequantize() for layer in layers), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_values_with_scales_of_a_byte_leave_the_layout_and_come_back_unchanged():
+    store = filled_layer(150, backend="triton", **BYTES)._block_stores()[1]
+    words, numbers, layout = store.codes, store.read(0, store.num_blocks), store.own_layout
+    state = store.state()
+    store._leave_own_layout()
+    assert store.metadata is None and store.scale.dtype == torch.uint8
+    assert torch.equal(store.read(0, store.num_blocks), numbers)
+    store.own_layout = layout
+    store.load_state(state)
+    assert torch.equal(store.codes, words[:, :, : store.num_blocks])
+    assert torch.equal(store.read(0, store.num_blocks), numbers)

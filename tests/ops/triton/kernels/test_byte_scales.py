@@ -71,21 +71,21 @@ def test_the_path_without_ptx(name, device, monkeypatch):
 @pytest.mark.parametrize(("nbits", "faint"), [(2, 2.0**-15), (3, 2.0**-10), (4, 2.0**-15), (8, 2.0**-11)])
 def test_coarse_blocks(nbits, faint, mask, device, monkeypatch):
     """Every fifth token is faint; also where nothing else is attended to, their scales are precise enough."""
-    shape = {**values(nbits, 32), "D": 64, "faint": faint, "mask": mask, "dtype": F32}
+    shape = {**values(nbits, 32), "D": 64, "H": 1, "faint": faint, "mask": mask, "dtype": F32}
     store = check(133, device, monkeypatch, **shape).view.value_store
     assert (store.second_level[:, :, : store.num_blocks] < 0).all()
 
 
 @pytest.mark.parametrize("nbits", [2, 3, 4, 8])
 def test_groups_of_zeros(nbits, device, monkeypatch):
-    shape = {**promoted(2, 0.25, nbits, 32, **BYTES), "D": 64, "faint": 0.0, "sink_length": 0, "residual_length": 0}
+    shape = {**promoted(2, 0.25, nbits, 32, **BYTES), "faint": 0.0, "sink_length": 0, "residual_length": 0, "H": 1}
     store = check(128, device, monkeypatch, **shape).view.value_store
     assert (store.metadata[:, :, : store.num_blocks].flatten(2, 3)[:, :, ::5] == 0).all()
     assert (store.second_level[:, :, : store.num_blocks] > 0).all()
-    store = check(128, device, monkeypatch, **shape | {"mask": "fifths"}).view.value_store
+    check(128, device, monkeypatch, **shape | {"mask": "fifths"})
 
 
-@pytest.mark.parametrize("nbits", [2, 4, 8])
+@pytest.mark.parametrize("nbits", [2, 8])
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-7, 1e6, 1e30])
 def test_bases_in_float32(nbits, magnitude, device, monkeypatch):
     """One head in numbers that float16 does not hold, the other one as usual: both are read as precisely as ever."""
