@@ -60,11 +60,12 @@ def example(
     dtype: torch.dtype = torch.bfloat16,
     padding: list[int] | None = None,
     promoted: float = 0.0,
+    values: dict[str, Any] | None = None,
     **both: Any,
 ) -> tuple[torch.Tensor, QuantLayer]:
     """A query and a small layer with the shapes and strides of a real one."""
     config = KVQuantConfig(backend="triton").replace(
-        key={"nbits": nbits[0], "promoted": promoted, **both}, value={"nbits": nbits[1], **both}
+        key={"nbits": nbits[0], "promoted": promoted, **both}, value={"nbits": nbits[1], **both, **(values or {})}
     )
     layer = QuantLayer(config, undone)
     if padding is not None:
@@ -246,12 +247,14 @@ def variants() -> Iterator[tuple[str, str, Any, dict[str, Any], Launch]]:
             None,
         ),
         *((f"promoted {name}", case, None) for name, case in promoted_examples()),
+        *((f"bytes {name}", case, None) for name, case in byte_examples()),
     ]
     for name, (query, layer), mask in decodes:
         view = layer.view()
         launch = launch_parameters(query.shape[3], min(view.key_store.spec.nbits, view.value_store.spec.nbits), "90")
         _, arguments = launching.split_arguments(query, view, mask, 0.1, launch)
-        for arch in ("80", "90", "gfx942") if view.key_store.spec.promoted else ("90",):
+        everywhere = view.key_store.spec.promoted or view.value_store.spec.has_second_level
+        for arch in ("80", "90", "gfx942") if everywhere else ("90",):
             if arch.isdigit() or query.shape[3] <= 128:  # as in the table
                 arguments["ASM"] = arch.isdigit()
                 yield arch, f"decode {name}", decode_split_kernel, arguments, launch
@@ -281,6 +284,21 @@ def promoted_examples() -> Iterator[tuple[str, tuple[torch.Tensor, QuantLayer]]]
         example(80, (3, 2), 4, rope(80, 32, 8, "interleaved"), torch.float16, promoted=0.25, group_size=16),
     )
     yield "d256 k2v4, half, groups of 128", example(256, (2, 4), 4, rope(256, 256), promoted=0.5, group_size=128)
+
+
+def byte_examples() -> Iterator[tuple[str, tuple[torch.Tensor, QuantLayer]]]:
+    """Values with scales of a byte, beside keys with promoted channels or without, all head sizes and widths."""
+    rotated = {"symmetric": True, "metadata_nbits": 8, "rotation": "hadamard"}
+    quarter: dict[str, Any] = {"promoted": 0.25, "group_size": 64, "values": rotated}
+    yield "d64 k2pv2", example(64, (2, 2), 4, rope(64, 64), **quarter)
+    yield "d96 k2pv3", example(96, (2, 3), 4, rope(96, 96), torch.float16, **quarter)
+    yield "d128 k2pv2", example(128, (2, 2), 4, rope(128, 128), **quarter)
+    yield "d128 k3pv4, 16 rows", example(128, (3, 4), 16, rope(128, 128), **quarter)
+    yield (
+        "d256 k2pv4, half, groups of 128",
+        example(256, (2, 4), 4, rope(256, 256), promoted=0.5, group_size=128, values=rotated),
+    )
+    yield "d128 k8v8, groups of 32", example(128, (8, 8), 4, rope(128, 128), values=rotated)
 
 
 def compile_variants() -> int:

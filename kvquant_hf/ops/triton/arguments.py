@@ -15,9 +15,10 @@ def strides(name: str, tensor: torch.Tensor | None, axes: str) -> dict[str, int]
 
 
 def block_arguments(side: str, store: "BlockStore", nothing: torch.Tensor) -> dict[str, Any]:
-    """Buffers of codes, parameters and factors with their strides."""
+    """Buffers of codes, parameters and factors (scales of a byte: their bases) with their strides."""
     metadata = store.codes if store.metadata is None else store.metadata
-    factor = metadata if store.factor is None else store.factor
+    factor = store.second_level if store.factor is None else store.factor
+    factor = metadata if factor is None else factor
     return {
         f"{side}_codes": nothing if store.codes is None else store.codes,
         f"{side}_metadata": nothing if metadata is None else metadata,

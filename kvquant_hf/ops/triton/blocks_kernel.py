@@ -131,9 +131,21 @@ def load_keys(
 
 
 @triton.jit
+def scales_of_bytes(found, base, NBITS: tl.constexpr):
+    """Scales that bytes stand for, float16, over `|base| · 2**(NBITS - 16)`.
+
+    So codes times scales end below 32768, and the smallest are as far above the end of float16 as they can be.
+    """
+    steps = tl.where(base < 0, 1 / 8, 1 / 32)
+    scale = tl.exp2((found.to(tl.float32) - 255) * steps + (16 - NBITS))
+    return tl.where(found == 0, 0.0, scale).to(tl.float16)
+
+
+@triton.jit
 def load_values(
     codes,
     metadata,
+    base,
     first_token,
     num_tokens,
     D: tl.constexpr,
@@ -144,9 +156,13 @@ def load_values(
     DWP: tl.constexpr,
     ROW: tl.constexpr,
     BN: tl.constexpr,
+    BYTES: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """A tile of values, float16 `[BN, 2 · DWP · planes]`; zeros beyond the last token."""
+    """A tile of values, float16 `[BN, 2 · DWP · planes]`; zeros beyond the last token.
+
+    With `BYTES` scales are bytes relative to `base`, and the values over `|base| · 2**(NBITS - 16)`.
+    """
     COUNT: tl.constexpr = 16 // (2 if NBITS == 3 else NBITS)
     NG: tl.constexpr = (D + GROUP - 1) // GROUP
     token = first_token + tl.arange(0, BN)
@@ -155,6 +171,8 @@ def load_values(
     # Parameters are loaded once per group where groups and planes fit each other, else once per word and plane.
     if DWP == DW:
         found = tl.load(metadata + token[:, None] * NG + tl.arange(0, NG)[None, :], mask=live[:, None], other=0)
+        if BYTES:
+            found = scales_of_bytes(found, base, NBITS)
         if GROUP >= D:
             found = tl.reshape(found, [BN, 1, 1])
         elif GROUP % (2 * DW) == 0:
@@ -170,6 +188,8 @@ def load_values(
         word = tl.arange(0, DWP)[None, :, None]
         group = 2 * (tl.arange(0, COUNT)[None, None, :] * DW + word) // GROUP
         found = tl.load(metadata + token[:, None, None] * NG + group, mask=live[:, None, None] & (word < DW), other=0)
+        if BYTES:
+            found = scales_of_bytes(found, base, NBITS)
     x = planes(words, tops, 0, COUNT, 1, NBITS, SYMMETRIC, ASM)
     if SYMMETRIC:
         x = mul2(x, doubled_low(found.to(tl.int16, bitcast=True).to(tl.int32), ASM), ASM)

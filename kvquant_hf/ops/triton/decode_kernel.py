@@ -113,6 +113,7 @@ def decode_split_kernel(
     VROW: tl.constexpr,
     KEY_FACTOR: tl.constexpr,
     VALUE_FACTOR: tl.constexpr,
+    VALUE_BYTES: tl.constexpr,
     PROMOTED: tl.constexpr,
     PP: tl.constexpr,
     L: tl.constexpr,
@@ -129,7 +130,8 @@ def decode_split_kernel(
     `exact_query` is the query for tokens kept exact, `query` the one for blocks (in the Hadamard basis where keys
     are); both have the strides `query_*`, in elements. Codes and parameters are as `WordLayout` lays them out, or
     `[B, H, T, D]` where a side has 16 bits; factors, with `KEY_FACTOR` and `VALUE_FACTOR`, are `[B, H, T]` of keys and
-    `[B, H, T / L, DV]` of values, float16 or float32; low bits of `PROMOTED` channels of a block are
+    `[B, H, T / L, DV]` of values, float16 or float32; with `VALUE_BYTES` the factors of values are the bases of their
+    scales, `[B, H, T / L]`; low bits of `PROMOTED` channels of a block are
     `[B, H, T / L, PROMOTED, L / 16]` int32, the channels' numbers `[B, H, T / L, PROMOTED]` uint8. Tables and angles
     of starts and offsets come from `tables.py`. `mask` has the kinds 0 none, 1 bytes (non-zero: attend), 2 additive.
     `partial`: float32 `[B, H, R, num_splits + 1, DV]`, `partial_lse` likewise without the last axis.
@@ -203,6 +205,7 @@ def decode_split_kernel(
             VROW,
             KEY_FACTOR,
             VALUE_FACTOR,
+            VALUE_BYTES,
             PROMOTED,
             PP,
             L,

@@ -135,7 +135,7 @@ def split_arguments(
     batch_size, num_heads, q_len, _ = query.shape
     heads, value_dim = view.key_shape[1], view.value_shape[3]
     key, value = view.key_store, view.value_store
-    if value.spec.has_factor or key.spec.promoted:  # factors and promoted channels are those of one block
+    if _keeps_to_blocks(view):
         launch = replace(launch, BN=min(launch.BN, view.block_length))
     rows = num_heads // heads * q_len
     row_tile = 8 if rows <= 8 else 16
@@ -214,6 +214,12 @@ def combine_arguments(
     }
 
 
+def _keeps_to_blocks(view: "KVView") -> bool:
+    """Whether a tile lies within one block, whose factors, base or promoted channels are its own."""
+    value = view.value_store.spec
+    return value.has_factor or value.has_second_level or view.key_store.spec.promoted > 0
+
+
 def _power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
@@ -257,10 +263,11 @@ def _constants(view: "KVView") -> dict[str, Any]:
         "VROW": value_row,
         "KEY_FACTOR": key.spec.has_factor,
         "VALUE_FACTOR": value.spec.has_factor,
+        "VALUE_BYTES": value.spec.has_second_level,
         "PROMOTED": key.spec.num_promoted(key.head_dim),
         "PP": max(16, _power_of_two(key.spec.num_promoted(key.head_dim))),
         # Where a tile may lie across blocks, one kernel serves all lengths.
-        "L": view.block_length if value.spec.has_factor or key.spec.promoted else 0,
+        "L": view.block_length if _keeps_to_blocks(view) else 0,
     }
 
 

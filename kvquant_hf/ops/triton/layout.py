@@ -113,7 +113,7 @@ class WordLayout:
 
     Parameters: keys have one row per group of tokens, `D/2` words of scales (float16 pairs), then `D/2` of zero
     points; values have one word a group, the scale in its low half and the zero point in its high half. Symmetric
-    codes have scales only: `D/2` words for keys, one float16 a group for values.
+    codes have scales only: `D/2` words for keys, one float16 a group for values, or a byte where a base goes with it.
 
     Of promoted channels the rows hold the high bits and the parameters `2^2` times the scale, which is that of the
     high bits. Their low bits lie apart, `L/16` words a channel: that of token `t` in word `t // 16` at bit
@@ -169,7 +169,8 @@ class WordLayout:
             codes, low = split_codes(codes, groups.promoted)
             extra = _pack_low(low)
             scale = _scaled(scale, groups.promoted, 2.0**EXTRA_BITS)
-        if not _fit_half(scale, zero_point, self.nbits):
+        # Bytes are multiplied by their base in float32, after the products.
+        if groups.second_level is None and not _fit_half(scale, zero_point, self.nbits):
             return None
         if self.along_tokens:
             codes, scale = codes.transpose(-1, -2), scale.transpose(-1, -2)
@@ -181,7 +182,8 @@ class WordLayout:
         else:
             metadata = torch.stack((scale, zero_point), dim=-1).contiguous().view(torch.int32).squeeze(-1)
         packed = self._pack(self._in_places(codes))
-        return EncodedBlocks(packed, None, None, metadata, extra=extra, promoted=groups.promoted)
+        beside = {"promoted": groups.promoted, "second_level": groups.second_level}
+        return EncodedBlocks(packed, None, None, metadata, extra=extra, **beside)
 
     def decode(self, blocks: EncodedBlocks) -> QuantizedGroups:
         """The inverse of `encode`."""
@@ -203,7 +205,8 @@ class WordLayout:
         if blocks.promoted is not None and blocks.extra is not None:
             unpacked = join_codes(unpacked, _unpack_low(blocks.extra), blocks.promoted)
             scale = _scaled(scale, blocks.promoted, 2.0**-EXTRA_BITS)
-        return QuantizedGroups(unpacked.contiguous(), scale, zero_point, promoted=blocks.promoted)
+        beside = {"promoted": blocks.promoted, "second_level": blocks.second_level}
+        return QuantizedGroups(unpacked.contiguous(), scale, zero_point, **beside)
 
     def _in_places(self, channels: torch.Tensor) -> torch.Tensor:
         """`[…, D]` in the order of channels, to the order of storage."""

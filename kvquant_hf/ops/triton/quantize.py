@@ -23,8 +23,8 @@ _VALUE_TOKENS = 32
 def quantizes(store: "BlockStore") -> bool:
     """Whether the kernels quantize for a store.
 
-    They do min-max ranges of affine codes of one width without feedback, for head sizes that are a power of two;
-    everything else is left to the store's quantizer.
+    They do min-max ranges of affine codes of one width without feedback, with metadata of 16 bits, for head sizes that
+    are a power of two; everything else is left to the store's quantizer.
     """
     spec = store.spec
     return (
@@ -33,6 +33,7 @@ def quantizes(store: "BlockStore") -> bool:
         and spec.clip == "minmax"
         and store.feedback is None
         and not spec.promoted
+        and not spec.has_second_level
         and store.head_dim & (store.head_dim - 1) == 0
         and not (spec.rotation != "none" and spec.granularity == "per_channel")
     )

@@ -131,6 +131,7 @@ def packed_segment(
     VROW: tl.constexpr,
     KEY_FACTOR: tl.constexpr,
     VALUE_FACTOR: tl.constexpr,
+    VALUE_BYTES: tl.constexpr,
     PROMOTED: tl.constexpr,
     PP: tl.constexpr,
     L: tl.constexpr,
@@ -143,8 +144,8 @@ def packed_segment(
 ):
     """Tokens `first_token … last_token - 1` of the blocks; slots `hidden_from … hidden_to - 1` are left out.
 
-    A tile lies within one block of `L` tokens where values have factors, which multiply its sum as a whole, and where
-    channels are promoted, which are others in every block.
+    A tile lies within one block of `L` tokens where values have factors or scales of a byte, whose factor or base
+    multiplies its sum as a whole, and where channels are promoted, which are others in every block.
     """
     peak = tl.full([GP], FLOOR, tl.float32)
     total = tl.zeros([GP], tl.float32)
@@ -249,9 +250,13 @@ def packed_segment(
         scores = masked_scores(scores, slot, live[:, None], mask_rows, mask_row_live, MASK)
         weights, peak, total, decay = softmax_step(scores, peak, total)
         if VALUE_BITS < 16:
+            base = 0.0
+            if VALUE_BYTES:
+                base = tl.load(value_factor + start // L).to(tl.float32)
             v = load_values(
                 value_codes,
                 value_metadata,
+                base,
                 start,
                 last_token,
                 DV,
@@ -262,12 +267,17 @@ def packed_segment(
                 VWP,
                 VROW,
                 BN,
+                VALUE_BYTES,
                 ASM,
             )
             if VALUE_FACTOR:
                 factor = tl.load(value_factor + start // L * DV + value_place, mask=value_real, other=0.0)
                 part = tl.dot(tl.trans(v), weights.to(tl.float16))
                 acc = acc * decay[None, :] + part * factor.to(tl.float32)[:, None]
+            elif VALUE_BYTES:
+                # Any base will do: float32 takes it, float16 only what the bytes say.
+                part = tl.dot(tl.trans(v), weights.to(tl.float16))
+                acc = acc * decay[None, :] + part * (tl.abs(base) * 2.0 ** (VALUE_BITS - 16))
             else:
                 acc = tl.dot(tl.trans(v), weights.to(tl.float16), acc=acc * decay[None, :])
         else:

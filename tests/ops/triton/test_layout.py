@@ -62,10 +62,45 @@ def test_a_promoted_scale_that_float16_cannot_hold_fourfold_is_refused():
     assert layout.encode(groups) is None
 
 
-@pytest.mark.parametrize("preset", [{}, {"key": {"nbits": 2, "promoted": 0.25}}], ids=["plain", "promoted"])
+BYTES = {"value": {"nbits": 3, "symmetric": True, "metadata_nbits": 8}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("nbits", "group", "head_dim"), [(2, 32, 96), (3, 64, 80), (4, 128, 64), (8, 32, 128)])
+def test_scales_of_a_byte_come_back_as_they_went_in(nbits, group, head_dim, dtype):
+    generator = torch.Generator().manual_seed(nbits)
+    spec = QuantSpec(nbits, "per_token", group, symmetric=True, metadata_nbits=8)
+    codes = torch.randint(2**nbits, (1, 2, 3, L, head_dim), generator=generator, dtype=torch.uint8)
+    scale = torch.randint(256, (1, 2, 3, L, -(-head_dim // group)), generator=generator, dtype=torch.uint8)
+    base = torch.randn(1, 2, 3, 1, generator=generator).to(dtype) * (1 if dtype == torch.float16 else 1e20)
+    groups = QuantizedGroups(codes, scale, None, second_level=base)
+    blocks = WordLayout(spec, L, ChannelOrder(head_dim)).encode(groups)
+    assert blocks.metadata.dtype == torch.uint8 and blocks.metadata.numel() == scale.numel()
+    back = WordLayout(spec, L, ChannelOrder(head_dim)).decode(blocks)
+    for name in ("codes", "scale", "second_level"):
+        assert torch.equal(getattr(back, name), getattr(groups, name)), name
+    assert back.zero_point is None
+
+
+@pytest.mark.parametrize(
+    "preset", [{}, {"key": {"nbits": 2, "promoted": 0.25}}, BYTES], ids=["plain", "promoted", "bytes"]
+)
 def test_reading_the_gpu_layout_needs_no_triton(preset):
     """A cache configured for the GPU backend fills and dequantizes anywhere, with the common layout's values."""
     layers = [filled_layer(150, backend=backend, **preset) for backend in ("triton", "torch")]
     assert isinstance(layers[0]._block_stores()[0].own_layout, WordLayout)
     for mine, theirs in zip(*(layer.dequantize() for layer in layers), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_values_with_scales_of_a_byte_leave_the_layout_and_come_back_unchanged():
+    store = filled_layer(150, backend="triton", **BYTES)._block_stores()[1]
+    words, numbers, layout = store.codes, store.read(0, store.num_blocks), store.own_layout
+    state = store.state()
+    store._leave_own_layout()
+    assert store.metadata is None and store.scale.dtype == torch.uint8
+    assert torch.equal(store.read(0, store.num_blocks), numbers)
+    store.own_layout = layout
+    store.load_state(state)
+    assert torch.equal(store.codes, words[:, :, : store.num_blocks])
+    assert torch.equal(store.read(0, store.num_blocks), numbers)

@@ -57,7 +57,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def fence_view(view, fences: Fences):
     """The view with every tensor in poisoned memory and its unused block capacity poisoned."""
     for store in (view.key_store, view.value_store):
-        for name in ("codes", "metadata", "factor", "extra", "promoted"):
+        for name in ("codes", "metadata", "factor", "extra", "promoted", "second_level"):
             tensor = getattr(store, name)
             if tensor is not None:
                 tensor = tensor.clone()

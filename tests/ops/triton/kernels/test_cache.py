@@ -16,11 +16,16 @@ from kvquant_hf.ops import available_backends, decode_attention, reference
 from kvquant_hf.ops.triton import WordLayout
 from kvquant_hf.rope import KeyRotation
 
-PRESETS = ["k4v4", "k2v2", "k3v3", "k8v8", "kivi-int2", "factors", "k2pv2", "k3pv4"]
+PRESETS = ["k4v4", "k2v2", "k3v3", "k8v8", "kivi-int2", "factors", "k2pv2", "k3pv4", "bytes"]
 FACTORS = {
     "key": {"nbits": 2, "method": "variance_normalized"},
     "value": {"nbits": 3, "granularity": "per_token", "method": "variance_normalized", "rotation": "hadamard"},
 }
+BYTES = {
+    "key": {"nbits": 2, "promoted": 0.25},
+    "value": {"nbits": 3, "granularity": "per_token", "rotation": "hadamard", "symmetric": True, "metadata_nbits": 8},
+}
+QUANTS = {"factors": FACTORS, "bytes": BYTES}
 CONFIG = LlamaConfig(
     num_hidden_layers=1,
     hidden_size=64,
@@ -41,7 +46,7 @@ def states(tokens: int, seed: int, device: torch.device, batch_size: int = 2) ->
 
 def pair_of_caches(preset: str, device: torch.device, tokens: int = 120):
     """The same tokens in the layout of the GPU backend and in the common one, by prompt and then one by one."""
-    quant = FACTORS if preset == "factors" else preset
+    quant = QUANTS.get(preset, preset)
     caches = SimpleNamespace(
         words=QuantCache(CONFIG, quant, backend="triton", **CHANGES),
         common=QuantCache(CONFIG, quant, backend="torch", **CHANGES),
@@ -79,7 +84,7 @@ def test_values_and_bytes_are_those_of_the_common_layout(preset, device):
 
 
 @pytest.mark.parametrize("act", ["crop-window", "crop-blocks", "reorder", "repeat", "select", "offload", "copy"])
-@pytest.mark.parametrize("preset", ["k2v2", "factors", "k2pv3"])
+@pytest.mark.parametrize("preset", ["k2v2", "factors", "k2pv3", "bytes"])
 def test_whatever_is_done_to_the_cache(preset, act, device):
     caches = pair_of_caches(preset, device)
     for name, cache in vars(caches).items():
@@ -107,7 +112,7 @@ def test_whatever_is_done_to_the_cache(preset, act, device):
     assert_same(caches)
 
 
-@pytest.mark.parametrize("preset", ["k4v4", "k3v3", "factors", "k2pv2"])
+@pytest.mark.parametrize("preset", ["k4v4", "k3v3", "factors", "k2pv2", "bytes"])
 def test_saved_caches_load_into_either_layout(preset, device, tmp_path):
     caches = pair_of_caches(preset, device)
     files = {}
@@ -129,13 +134,14 @@ def test_saved_caches_load_into_either_layout(preset, device, tmp_path):
             assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("preset", ["k4v4", "factors", "k2pv2"])
+@pytest.mark.parametrize("preset", ["k4v4", "factors", "k2pv2", "bytes"])
 def test_numbers_too_large_turn_the_layer_to_the_common_layout(preset, device):
     caches = pair_of_caches(preset, device)
     for cache in (caches.words, caches.common):
         cache.update(*(1e5 * part for part in states(64, 5, device)), 0)
     assert_same(caches)
-    assert all(store.own_layout is None for store in stores_of(caches.words))
+    # Scales of a byte serve any number.
+    assert [store.own_layout is None for store in stores_of(caches.words)] == [True, preset != "bytes"]
     view = caches.words.quantized_layer(0).view()
     with pytest.raises(ValueError, match="`backend='triton'` does not read keys or values too large"):
         decode_attention(torch.zeros(2, 4, 1, 32, device=device), view)
@@ -177,7 +183,7 @@ def test_gradients_are_refused(device):
         decode_attention(torch.randn(1, 1, 1, 32, device=device, requires_grad=True), layer.view())
 
 
-@pytest.mark.parametrize("quant", ["k4v4", FACTORS, "k2pv2"], ids=["k4v4", "factors", "k2pv2"])
+@pytest.mark.parametrize("quant", ["k4v4", FACTORS, "k2pv2", BYTES], ids=["k4v4", "factors", "k2pv2", "bytes"])
 def test_a_model_decodes_with_it(quant, device):
     """Greedy tokens of a tiny model are those of the torch backend."""
     from transformers import LlamaForCausalLM
@@ -244,6 +250,38 @@ def test_promoted_channels_are_read_whatever_was_done(act, device, tmp_path):
     got, want = attended(cache, device)
     torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-4)
     assert got.shape != before.shape or torch.equal(got, before) == (act in ("copy", "load"))
+
+
+@pytest.mark.parametrize("magnitude", [1e-7, 1e5], ids=["too-small", "too-large"])
+def test_bases_that_float16_does_not_hold_stay_in_words(magnitude, device):
+    """Bases become float32 when the first such block comes, and go on being what the bytes are relative to."""
+    caches = pair_of_caches("bytes", device)
+    store = stores_of(caches.words)[1]
+    assert store.metadata.dtype == torch.uint8 and store.second_level.dtype == torch.float16
+    for cache in (caches.words, caches.common):
+        keys, values = states(64, 5, device)
+        cache.update(keys, magnitude * values, 0)
+    assert_same(caches)
+    assert isinstance(store.own_layout, WordLayout) and store.second_level.dtype == torch.float32
+    torch.testing.assert_close(*attended(caches.words, device), rtol=2e-3, atol=2e-4 * max(1, magnitude))
+
+
+@pytest.mark.parametrize("name", ["metadata", "second_level"])
+def test_the_bytes_and_the_bases_of_each_block_are_what_is_read(name, device):
+    """Those of other tokens, blocks and heads give other results, for the kernel as for the twin."""
+    cache = QuantCache(CONFIG, BYTES, backend="triton", **CHANGES)
+    keys, values = states(150, 0, device)
+    sizes = 2.0 ** torch.arange(150, device=device).div(32, rounding_mode="floor")
+    cache.update(keys, values * sizes[:, None] * torch.tensor([1.0, 3.0], device=device)[:, None, None], 0)
+    before = attended(cache, device)
+    store = stores_of(cache)[1]
+    held = getattr(store, name)
+    held[:, :, : store.num_blocks] = held[:, :, : store.num_blocks].flip(2 if name == "second_level" else 3)
+    after = attended(cache, device)
+    for mine, theirs in (before, after):
+        torch.testing.assert_close(mine, theirs, rtol=4e-3, atol=2e-3)
+    for mine, theirs in zip(before, after, strict=True):
+        assert (mine - theirs).norm() > 0.02 * mine.norm()
 
 
 @pytest.mark.parametrize("name", ["extra", "promoted"])

@@ -180,6 +180,8 @@ def masks(kind: str, b: int, h: int, q: int, t: int, padding: list[int] | None) 
         return torch.where(random[:, :1] > 0.3, 0.0, torch.finfo(F32).min)
     if kind == "one":
         return (torch.arange(t) == t // 2).expand(b, 1, q, t)
+    if kind == "fifths":
+        return (torch.arange(t) % 5 == 0).expand(b, 1, q, t)
     if kind == "last":
         return (torch.arange(t) >= t - 3).expand(b, 1, q, t)
     assert kind == "pads" and padding is not None
@@ -202,6 +204,8 @@ def build(
     outliers=0.0,
     magnitude=1.0,
     spread=0.0,
+    faint=1.0,
+    value_magnitude=1.0,
     rotation="whole",
     **settings,
 ):
@@ -217,6 +221,8 @@ def build(
     if spread:
         keys *= (spread * torch.randn(B, tokens, H, 1, generator=generator)).exp()
         values *= (spread * torch.randn(B, 1, H, DV or D, generator=generator)).exp()
+    values[:, ::5] *= faint
+    values[:, :, 0] *= value_magnitude
     query = torch.randn(B, q_len, G * H, D, generator=generator).to(dtype).transpose(1, 2).to(device)
     layer.update(*(states.to(dtype).transpose(1, 2).to(device) for states in (keys, values)))
     chosen = None if mask is None else masks(mask, B, G * H, q_len, tokens, padding).to(device)
@@ -247,6 +253,7 @@ def check(tokens, device, monkeypatch, *, ptx=True, launch=SMALL, sm=1, scale=No
     assert torch.isfinite(got).all()
     error = error_of_heads(got, want)
     assert (error <= limit * LIMITS[got.dtype]).all(), (error.max().item(), limit * LIMITS[got.dtype])
+    return case
 
 
 @pytest.mark.parametrize(("tokens", "shape"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
