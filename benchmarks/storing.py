@@ -2,7 +2,7 @@
 """Time what storing costs: quantizing and packing keys and values of one layer, in a prompt and block by block.
 
     python benchmarks/storing.py --json out/storing.json
-    python benchmarks/storing.py --quant k2v2 k2pv2 kivi-int2 --shape 1,8,128
+    python benchmarks/storing.py --quant k2v2 k2v2 kivi-int2 --shape 1,8,128
 
 `block` is one block as decoding fills it, `prompt` 32 blocks at once; both in µs per token of one layer, keys and
 values together. `+q` are keys rounded by query moments (random ones: the time does not depend on their values). A

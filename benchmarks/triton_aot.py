@@ -253,7 +253,7 @@ def variants() -> Iterator[tuple[str, str, Any, dict[str, Any], Launch]]:
         view = layer.view()
         launch = launch_parameters(query.shape[3], min(view.key_store.spec.nbits, view.value_store.spec.nbits), "90")
         _, arguments = launching.split_arguments(query, view, mask, 0.1, launch)
-        everywhere = view.key_store.spec.promoted or view.value_store.spec.has_second_level
+        everywhere = view.key_store.spec.promotes or view.value_store.spec.has_second_level
         for arch in ("80", "90", "gfx942") if everywhere else ("90",):
             if arch.isdigit() or query.shape[3] <= 128:  # as in the table
                 arguments["ASM"] = arch.isdigit()
@@ -290,10 +290,10 @@ def byte_examples() -> Iterator[tuple[str, tuple[torch.Tensor, QuantLayer]]]:
     """Values with scales of a byte, beside keys with promoted channels or without, all head sizes and widths."""
     rotated = {"symmetric": True, "metadata_nbits": 8, "rotation": "hadamard"}
     quarter: dict[str, Any] = {"promoted": 0.25, "group_size": 64, "values": rotated}
-    yield "d64 k2pv2", example(64, (2, 2), 4, rope(64, 64), **quarter)
-    yield "d96 k2pv3", example(96, (2, 3), 4, rope(96, 96), torch.float16, **quarter)
-    yield "d128 k2pv2", example(128, (2, 2), 4, rope(128, 128), **quarter)
-    yield "d128 k3pv4, 16 rows", example(128, (3, 4), 16, rope(128, 128), **quarter)
+    yield "d64 k2v2", example(64, (2, 2), 4, rope(64, 64), **quarter)
+    yield "d96 k2v3", example(96, (2, 3), 4, rope(96, 96), torch.float16, **quarter)
+    yield "d128 k2v2", example(128, (2, 2), 4, rope(128, 128), **quarter)
+    yield "d128 k3v4, 16 rows", example(128, (3, 4), 16, rope(128, 128), **quarter)
     yield (
         "d256 k2pv4, half, groups of 128",
         example(256, (2, 4), 4, rope(256, 256), promoted=0.5, group_size=128, values=rotated),

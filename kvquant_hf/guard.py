@@ -22,9 +22,8 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def guarded(spec: QuantSpec) -> QuantSpec:
-    """Storage of the keys of a guarded layer: 4 bits instead of 2 or 3, 8 instead of 4; without promotion at 8."""
-    nbits = _WIDER.get(spec.nbits, spec.nbits)
-    return replace(spec, nbits=nbits, promoted=spec.promoted if nbits < 8 else 0.0)
+    """Storage of the keys of a guarded layer: 4 bits instead of 2 or 3, 8 instead of 4."""
+    return replace(spec, nbits=_WIDER.get(spec.nbits, spec.nbits))
 
 
 def imbalance(blocks: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,7 @@ class QuantLayer(StoredLayer):
                     f"{heads} of size {head_dim} (of a tensor parallel model they cannot be used yet)."
                 )
             feedback = feedback.to(key_states.device)
-        promotes = key_spec.promoted and self.rotation is not None
+        promotes = key_spec.promotes and self.rotation is not None
         partners = cast(KeyRotation, self.rotation).partners() if promotes else None
         length = self.config.block_length
         layouts = ops.block_layouts(

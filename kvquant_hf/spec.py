@@ -13,6 +13,7 @@ CLIPS = ("minmax", "mse")
 METADATA_NBITS = (8, 16)
 PROMOTED_SHARES = (0.0, 0.125, 0.25, 0.5)
 OUTLIER_SHARES = (0.0, 0.005, 0.01, 0.02)
+_PROMOTED_NBITS = (2, 3, 4)
 # Bits that a promoted channel has more than the others.
 EXTRA_BITS = 2
 METHODS = ("affine", "innerq", "variance_normalized", "turboquant")
@@ -54,7 +55,7 @@ class QuantSpec:
         clip: Range of a group: its minimum and maximum (`minmax`), or the shrunken range of least squared error
             (`mse`).
         promoted: Share of the channels of a block that get two more bits, those of widest range (Kitty, arXiv
-            2511.18643). For affine, asymmetric codes per channel of 2 to 4 bits.
+            2511.18643). For affine, asymmetric codes per channel; without effect on codes of 8 bits.
         outliers: Share of the entries of a block that are kept exact beside the codes and widen no range: those whose
             absence narrows the ranges of the block most (KVQuant, arXiv 2401.18079 section 3.4). For affine codes
             without promoted channels.
@@ -96,7 +97,7 @@ class QuantSpec:
         check_choice("metadata_nbits", self.metadata_nbits, METADATA_NBITS)
         check_choice("levels", self.levels, LEVELS)
         affine: dict[str, tuple[object, ...]] = {"method": ("affine",), "levels": ("uniform",)}
-        channels = {"granularity": ("per_channel",), "symmetric": (False,), "nbits": (2, 3, 4)}
+        channels = {"granularity": ("per_channel",), "symmetric": (False,)}
         self._check_goes_with("promoted", 0, affine | channels)
         self._check_goes_with("outliers", 0, affine | {"promoted": (0.0,), "nbits": NBITS[:-1]})
         self._check_goes_with("metadata_nbits", 16, affine | {"outliers": (0.0,)})
@@ -128,9 +129,14 @@ class QuantSpec:
                     f"{name}={getattr(self, name)!r}."
                 )
 
+    @property
+    def promotes(self) -> bool:
+        """Whether some channels have more bits than the others."""
+        return self.promoted > 0 and self.nbits in _PROMOTED_NBITS
+
     def num_promoted(self, head_dim: int) -> int:
         """Channels of a head that get more bits: an even number, at least two if any."""
-        return 2 * max(1, int(self.promoted * head_dim / 2)) if self.promoted else 0
+        return 2 * max(1, int(self.promoted * head_dim / 2)) if self.promotes else 0
 
     def num_outliers(self, entries: int) -> int:
         """Entries kept exact in a block of one head that has so many: at least one if any."""
@@ -218,7 +224,7 @@ class QuantSpec:
         if not self.is_quantized:
             return "16-bit, as is"
         parts = [f"{self.nbits}-bit {self.granularity}", f"group {self.group_size}"]
-        parts += [f"{self.promoted:.1%} of channels {self.nbits + EXTRA_BITS}-bit"] * bool(self.promoted)
+        parts += [f"{self.promoted:.1%} of channels {self.nbits + EXTRA_BITS}-bit"] * self.promotes
         parts += [f"{self.outliers:.1%} of entries exact"] * bool(self.outliers)
         parts += [self.method] * (self.method != "affine")
         parts += [f"{self.levels} levels"] * (self.levels != "uniform")

@@ -295,7 +295,7 @@ class BlockStore:
         if self._quantizer is not None:
             expected |= {"scale"} if self.spec.symmetric else {"scale", "zero_point"}
             expected |= {"factor"} if self.spec.has_factor else set()
-            expected |= {"extra", "promoted"} if self.spec.promoted else set()
+            expected |= {"extra", "promoted"} if self.spec.promotes else set()
             expected |= {"outlier_index", "outlier_value"} if self.spec.outliers else set()
             expected |= {"second_level"} if self.spec.has_second_level else set()
         if set(state) != expected:

@@ -16,18 +16,18 @@ PRESETS = [
     "dense",
     "fp8",
     "innerq3",
-    "k2pv2",
-    "k2pv3",
     "k2v2",
-    "k3pv4",
+    "k2v3",
     "k3v2",
     "k3v3",
+    "k3v4",
     "k4v2",
     "k4v3",
     "k4v4",
     "k8v8",
     "kivi-int2",
     "kivi-int4",
+    "kvarn2",
     "kvquant2",
     "kvquant3",
     "nvfp4",
@@ -157,7 +157,7 @@ def test_layer_types_that_do_not_exist_are_named():
 def test_presets_are_the_announced_ones_and_describe_themselves():
     presets = list_presets()
     assert sorted(presets) == PRESETS
-    assert "(5 bits per value)" in presets["k4v4"]
+    assert "(4.58008 bits per value)" in presets["k4v4"]
     assert "(3 bits per value)" in presets["kivi-int2"]
 
 
@@ -170,7 +170,7 @@ def test_kivi_presets_have_the_settings_of_the_paper():
 
 
 def test_an_unknown_preset_is_answered_with_all_of_them():
-    with pytest.raises(ValueError, match=r"dense, fp8, k2pv2, .*got 'k4v5'\. Did you mean 'k4v4'"):
+    with pytest.raises(ValueError, match=r"dense, fp8, innerq3, .*got 'k4v5'\. Did you mean 'k4v4'"):
         KVQuantConfig.from_preset("k4v5")
 
 

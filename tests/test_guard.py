@@ -100,7 +100,7 @@ def test_guarded_storage_has_more_bits_and_nothing_else(nbits, wider):
     assert guarded(spec) == QuantSpec(nbits=wider, group_size=64, rotation="hadamard", clip="mse")
     if nbits < 8:
         promoted = guarded(QuantSpec(nbits=nbits, promoted=0.25))
-        assert promoted == QuantSpec(nbits=wider, promoted=0.25 if wider < 8 else 0.0)
+        assert promoted == QuantSpec(nbits=wider, promoted=0.25)
 
 
 # ---------------------------------------------------------------- the decision

@@ -28,7 +28,7 @@ def quantizer_of(spec: QuantSpec, partners: torch.Tensor | None = None) -> Quant
         return ByteMetadataQuantizer(spec, partners)
     if spec.levels != "uniform" and spec.method == "affine":
         return CodebookQuantizer(spec)
-    return PromotedQuantizer(spec, partners) if spec.promoted else QUANTIZERS[spec.method](spec)
+    return PromotedQuantizer(spec, partners) if spec.promotes else QUANTIZERS[spec.method](spec)
 
 
 __all__ = [

@@ -33,7 +33,7 @@ class ByteMetadataQuantizer(AffineQuantizer):
     def __init__(self, spec: QuantSpec, partners: torch.Tensor | None = None) -> None:
         super().__init__(spec)
         self._spec = spec
-        self._promotion = PromotedQuantizer(spec, partners) if spec.promoted else None
+        self._promotion = PromotedQuantizer(spec, partners) if spec.promotes else None
 
     def quantize(
         self, rows: torch.Tensor, range_rows: torch.Tensor | None = None, feedback: torch.Tensor | None = None

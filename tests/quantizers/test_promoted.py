@@ -133,7 +133,6 @@ def test_damaged_channel_numbers_are_named():
         ({"promoted": 0.3}, "`promoted` must be one of"),
         ({"promoted": 0.25, "granularity": "per_token"}, "`granularity` is one of"),
         ({"promoted": 0.25, "symmetric": True}, "`symmetric` is one of"),
-        ({"promoted": 0.25, "nbits": 8}, "`nbits` is one of"),
         ({"promoted": 0.25, "method": "variance_normalized"}, "`method` is one of"),
         ({"promoted": True}, "`promoted` must be one of"),
     ],
@@ -142,6 +141,17 @@ def test_settings_that_cannot_be_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         QuantSpec(**changes)
     assert QuantSpec(promoted=0).promoted == 0.0
+
+
+def test_codes_of_8_bits_have_none_promoted():
+    """So that one layer of a preset may get wider keys without another setting."""
+    spec = QuantSpec(8, promoted=0.25)
+    assert not spec.promotes and spec.num_promoted(D) == 0 and spec.bits_per_value(D) == QuantSpec(8).bits_per_value(D)
+    plain, same = (BlockStore(s, L, D, torch.float32) for s in (QuantSpec(8), spec))
+    for store in (plain, same):
+        store.append(store.encode(keys(1, 1, 2).transpose(-1, -2).contiguous()))
+    assert set(plain.state()) == set(same.state()) and torch.equal(plain.read(0, 2), same.read(0, 2))
+    assert str(spec) == str(QuantSpec(8))
 
 
 # ---- in a cache --------------------------------------------------------------------------------------------------

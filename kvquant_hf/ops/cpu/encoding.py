@@ -53,7 +53,7 @@ def can_encode(spec: "QuantSpec", dtype: torch.dtype, device: torch.device, bloc
         and spec.method == "affine"
         and spec.reference_only is None
         and spec.rotation in ("none", "hadamard")
-        and not (spec.promoted and spec.clip == "mse")
+        and not (spec.promotes and spec.clip == "mse")
         and not (spec.has_second_level and not spec.symmetric)
         and dtype in ELEMENT_KINDS
         and block_length % 16 == 0

@@ -217,7 +217,7 @@ def combine_arguments(
 def _keeps_to_blocks(view: "KVView") -> bool:
     """Whether a tile lies within one block, whose factors, base or promoted channels are its own."""
     value = view.value_store.spec
-    return value.has_factor or value.has_second_level or view.key_store.spec.promoted > 0
+    return value.has_factor or value.has_second_level or view.key_store.spec.promotes
 
 
 def _power_of_two(number: int) -> int:

@@ -32,7 +32,7 @@ def quantizes(store: "BlockStore") -> bool:
         and spec.method == "affine"
         and spec.clip == "minmax"
         and store.feedback is None
-        and not spec.promoted
+        and not spec.promotes
         and not spec.has_second_level
         and store.head_dim & (store.head_dim - 1) == 0
         and not (spec.rotation != "none" and spec.granularity == "per_channel")

@@ -16,7 +16,7 @@ from kvquant_hf.ops import available_backends, decode_attention, reference
 from kvquant_hf.ops.triton import WordLayout
 from kvquant_hf.rope import KeyRotation
 
-PRESETS = ["k4v4", "k2v2", "k3v3", "k8v8", "kivi-int2", "factors", "k2pv2", "k3pv4", "bytes"]
+PRESETS = ["plain", "turned", "k3v3", "k8v8", "kivi-int2", "factors", "k2v2", "k3v4", "bytes"]
 FACTORS = {
     "key": {"nbits": 2, "method": "variance_normalized"},
     "value": {"nbits": 3, "granularity": "per_token", "method": "variance_normalized", "rotation": "hadamard"},
@@ -25,7 +25,9 @@ BYTES = {
     "key": {"nbits": 2, "promoted": 0.25},
     "value": {"nbits": 3, "granularity": "per_token", "rotation": "hadamard", "symmetric": True, "metadata_nbits": 8},
 }
-QUANTS = {"factors": FACTORS, "bytes": BYTES}
+PLAIN = {"key": {"nbits": 4}, "value": {"nbits": 4}}
+TURNED = {"key": {"nbits": 2}, "value": {"nbits": 2, "rotation": "hadamard", "clip": "mse"}}
+QUANTS = {"plain": PLAIN, "turned": TURNED, "factors": FACTORS, "bytes": BYTES}
 CONFIG = LlamaConfig(
     num_hidden_layers=1,
     hidden_size=64,
@@ -84,7 +86,7 @@ def test_values_and_bytes_are_those_of_the_common_layout(preset, device):
 
 
 @pytest.mark.parametrize("act", ["crop-window", "crop-blocks", "reorder", "repeat", "select", "offload", "copy"])
-@pytest.mark.parametrize("preset", ["k2v2", "factors", "k2pv3", "bytes"])
+@pytest.mark.parametrize("preset", ["turned", "factors", "k2v3", "bytes"])
 def test_whatever_is_done_to_the_cache(preset, act, device):
     caches = pair_of_caches(preset, device)
     for name, cache in vars(caches).items():
@@ -112,7 +114,7 @@ def test_whatever_is_done_to_the_cache(preset, act, device):
     assert_same(caches)
 
 
-@pytest.mark.parametrize("preset", ["k4v4", "k3v3", "factors", "k2pv2", "bytes"])
+@pytest.mark.parametrize("preset", ["plain", "k3v3", "factors", "k2v2", "bytes"])
 def test_saved_caches_load_into_either_layout(preset, device, tmp_path):
     caches = pair_of_caches(preset, device)
     files = {}
@@ -134,7 +136,7 @@ def test_saved_caches_load_into_either_layout(preset, device, tmp_path):
             assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("preset", ["k4v4", "factors", "k2pv2", "bytes"])
+@pytest.mark.parametrize("preset", ["plain", "factors", "k2v2", "bytes"])
 def test_numbers_too_large_turn_the_layer_to_the_common_layout(preset, device):
     caches = pair_of_caches(preset, device)
     for cache in (caches.words, caches.common):
@@ -183,7 +185,7 @@ def test_gradients_are_refused(device):
         decode_attention(torch.randn(1, 1, 1, 32, device=device, requires_grad=True), layer.view())
 
 
-@pytest.mark.parametrize("quant", ["k4v4", FACTORS, "k2pv2", BYTES], ids=["k4v4", "factors", "k2pv2", "bytes"])
+@pytest.mark.parametrize("quant", ["k4v4", FACTORS, "k2v2", BYTES], ids=["plain", "factors", "k2v2", "bytes"])
 def test_a_model_decodes_with_it(quant, device):
     """Greedy tokens of a tiny model are those of the torch backend."""
     from transformers import LlamaForCausalLM
@@ -203,7 +205,7 @@ def test_keys_rounded_by_query_moments_are_the_same(device):
     moments = QueryMoments({0: queries.transpose(-1, -2) @ queries}, 200)
     held = []
     for backend, used in (("triton", moments), ("torch", moments), ("triton", None)):
-        cache = QuantCache(CONFIG, "k2v2", backend=backend, query_moments=used, **CHANGES)
+        cache = QuantCache(CONFIG, TURNED, backend=backend, query_moments=used, **CHANGES)
         cache.update(*states(120, 0, device), 0)
         held.append(cache.dequantize(0)[0])
     assert torch.equal(held[0], held[1])
