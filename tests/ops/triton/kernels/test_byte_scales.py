@@ -86,7 +86,7 @@ def test_groups_of_zeros(nbits, device, monkeypatch):
 
 
 @pytest.mark.parametrize("nbits", [2, 8])
-@pytest.mark.parametrize("magnitude", [1e-30, 1e-7, 1e6, 1e30])
+@pytest.mark.parametrize("magnitude", [1e-15, 1e-7, 1e8, 1e15])
 def test_bases_in_float32(nbits, magnitude, device, monkeypatch):
     """One head in numbers that float16 does not hold, the other one as usual: both are read as precisely as ever."""
     shape = {**values(nbits, 32), "D": 64, "value_magnitude": magnitude, "dtype": F32}
