@@ -26,6 +26,7 @@ PRESETS = [
     "k8v8",
     "kivi-int2",
     "kivi-int4",
+    "rotatekv2",
 ]
 
 
