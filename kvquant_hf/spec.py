@@ -39,8 +39,8 @@ class QuantSpec:
         rope: Whether keys are quantized before (`pre`, KVQuant, arXiv 2401.18079 section 3.2) or after (`post`) the
             rotary embedding. Values are never rotated.
         rotation: `hadamard` multiplies the head dimension by an orthonormal Hadamard matrix before quantization and
-            undoes it on reading (QuaRot, arXiv 2404.00456 section 4); `hadamard_signs` first gives each channel a fixed
-            sign; `grouped_heads` also mixes heads at equal channel, in groups of 4 or 2 as their number permits
+            undoes it on reading (QuaRot, arXiv 2404.00456 section 4); `hadamard_signs` gives each channel a fixed sign
+            first; `grouped_heads` also mixes heads at equal channel, in groups of 4 or 2 as their number permits
             (RotateKV, IJCAI 2025), and is always undone on reading: attention cannot take it over.
         method: Quantizer, a name in `kvquant_hf.quantizers.QUANTIZERS`: `affine`, or `variance_normalized`, which
             first brings channels and tokens of a tile to equal spread (KVarN, arXiv 2606.03458). Its tiles have at

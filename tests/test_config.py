@@ -31,6 +31,7 @@ PRESETS = [
     "kvquant2",
     "kvquant3",
     "nvfp4",
+    "rotatekv2",
     "turboquant2",
     "turboquant3",
     "turboquant4",

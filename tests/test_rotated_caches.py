@@ -6,7 +6,7 @@ from harness import CACHE_KW, assert_reported_bytes
 from tiny_models import tiny_model
 from torch.nn import functional as F
 
-from kvquant_hf import KVQuantConfig, QuantCache, QueryMoments, QuantSpec
+from kvquant_hf import KVQuantConfig, QuantCache, QuantSpec, QueryMoments
 from kvquant_hf.layer import QuantLayer
 from kvquant_hf.ops import cpu, decode_attention, reference, triton
 from kvquant_hf.rope import KeyRotation
@@ -25,11 +25,9 @@ def quant(key: str, value: str, granularity: str = "per_token", rope: str = "pre
     }
 
 
-def filled(
-    settings: dict, heads: int = 2, head_dim: int = 32, rotary: bool = True, padding=None, **more
-) -> QuantLayer:
+def filled(settings: dict, heads: int = 2, head_dim: int = 32, rotary: bool = True, padding=None) -> QuantLayer:
     rotation = KeyRotation(1 / 100 ** (torch.arange(head_dim // 2) / (head_dim // 2)), head_dim) if rotary else None
-    layer = QuantLayer(KVQuantConfig.from_dict(settings), rotation, **more)
+    layer = QuantLayer(KVQuantConfig.from_dict(settings), rotation)
     if padding is not None:
         layer.set_padding(torch.tensor(padding))
     generator = torch.Generator().manual_seed(0)
@@ -171,9 +169,7 @@ def test_query_moments_follow_the_rotation(rotation):
 
 def test_query_moments_do_not_serve_mixed_heads():
     moments = QueryMoments({0: torch.eye(32).expand(2, 32, 32)}, 500)
-    with pytest.raises(
-        ValueError, match="`query_moments` serve keys whose `rotation` .*got 'grouped_heads' in layer 0"
-    ):
+    with pytest.raises(ValueError, match=r"`query_moments` serve keys whose .*, got 'grouped_heads' in layer 0"):
         moments.feedback(0, QuantSpec(rotation="grouped_heads"))
 
 

@@ -112,8 +112,8 @@ class AffineQuantizer:
     def grouped(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., length]` to `[..., num_groups, group_size]`, a short last group repeated until it fills one.
 
-        Repeated as a whole, so that all its elements weigh alike in the choice of a clipped range (in a last round that
-        is cut short, the first ones once more).
+        Repeated as a whole, so that all its elements weigh alike in the choice of a clipped range (but for the first
+        ones where a last round is cut short).
         """
         missing = -rows.shape[-1] % self.group_size
         if missing:

@@ -98,7 +98,8 @@ class ByteMetadataQuantizer(AffineQuantizer):
     def _error(self, groups: torch.Tensor, stored: StoredParameters, levels: torch.Tensor) -> torch.Tensor:
         """Squared error of groups, `[..., rows, groups]`; sums in an order that depends on nothing else."""
         codes = self._codes(groups, stored.scale, stored.zero_point, levels[..., None, None])
-        return sum_by_halves(self._values(codes, stored.scale, stored.zero_point).sub_(groups).square_(), -1).squeeze(-1)
+        errors = self._values(codes, stored.scale, stored.zero_point).sub_(groups)
+        return sum_by_halves(errors.square_(), -1).squeeze(-1)
 
     def _values(self, codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None) -> torch.Tensor:
         # The grid reaches farther than the range it covers, which may end at the largest number there is.

@@ -86,7 +86,8 @@ class Hybrid(AffineQuantizer):
         errors = []
         for i in range(2):
             codes = self._codes(groups, candidates[i], zero_points[i])
-            errors.append(sum_by_halves((self._values(codes, candidates[i], zero_points[i]) - groups).abs_(), -1)[..., 0])
+            off = self._values(codes, candidates[i], zero_points[i]) - groups
+            errors.append(sum_by_halves(off.abs_(), -1)[..., 0])
         shifted = errors[1] < errors[0]
         return torch.where(shifted, candidates[1], candidates[0]), torch.where(shifted, zero_points[1], zero_points[0])
 

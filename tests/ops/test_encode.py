@@ -70,9 +70,7 @@ def test_every_format_is_that_of_the_quantizer_bit_for_bit(spec):
 @pytest.mark.parametrize("group_size", [16, 32, 64, 128])
 @pytest.mark.parametrize("nbits", [2, 3, 4, 8])
 def test_scales_of_8_bits_are_those_of_the_quantizer_bit_for_bit(nbits, group_size, rotation):
-    spec = QuantSpec(
-        nbits, "per_token", group_size, rope="post", rotation=rotation, symmetric=True, metadata_nbits=8
-    )
+    spec = QuantSpec(nbits, "per_token", group_size, rope="post", rotation=rotation, symmetric=True, metadata_nbits=8)
     for head_dim in (16, 64, 128):
         states = states_like(2, 3, 4 * L, head_dim)
         assert_same(cpu.encode(spec, states, L), expected(spec, states, L))

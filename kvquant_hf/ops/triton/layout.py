@@ -205,8 +205,8 @@ class WordLayout:
         if blocks.promoted is not None and blocks.extra is not None:
             unpacked = join_codes(unpacked, _unpack_low(blocks.extra), blocks.promoted)
             scale = _scaled(scale, blocks.promoted, 2.0**-EXTRA_BITS)
-        beside = {"promoted": blocks.promoted, "second_level": blocks.second_level}
-        return QuantizedGroups(unpacked.contiguous(), scale, zero_point, **beside)
+        promoted, second_level = blocks.promoted, blocks.second_level
+        return QuantizedGroups(unpacked.contiguous(), scale, zero_point, promoted=promoted, second_level=second_level)
 
     def _in_places(self, channels: torch.Tensor) -> torch.Tensor:
         """`[…, D]` in the order of channels, to the order of storage."""
