@@ -182,8 +182,9 @@ class WordLayout:
         else:
             metadata = torch.stack((scale, zero_point), dim=-1).contiguous().view(torch.int32).squeeze(-1)
         packed = self._pack(self._in_places(codes))
-        beside = {"promoted": groups.promoted, "second_level": groups.second_level}
-        return EncodedBlocks(packed, None, None, metadata, extra=extra, **beside)
+        return EncodedBlocks(
+            packed, None, None, metadata, extra=extra, promoted=groups.promoted, second_level=groups.second_level
+        )
 
     def decode(self, blocks: EncodedBlocks) -> QuantizedGroups:
         """The inverse of `encode`."""
@@ -205,8 +206,9 @@ class WordLayout:
         if blocks.promoted is not None and blocks.extra is not None:
             unpacked = join_codes(unpacked, _unpack_low(blocks.extra), blocks.promoted)
             scale = _scaled(scale, blocks.promoted, 2.0**-EXTRA_BITS)
-        promoted, second_level = blocks.promoted, blocks.second_level
-        return QuantizedGroups(unpacked.contiguous(), scale, zero_point, promoted=promoted, second_level=second_level)
+        return QuantizedGroups(
+            unpacked.contiguous(), scale, zero_point, promoted=blocks.promoted, second_level=blocks.second_level
+        )
 
     def _in_places(self, channels: torch.Tensor) -> torch.Tensor:
         """`[…, D]` in the order of channels, to the order of storage."""
