@@ -93,7 +93,7 @@ def hadamard_of_heads(states: torch.Tensor) -> torch.Tensor:
     IJCAI 2025, arXiv 2501.16383, "Pre-RoPE Grouped-Head Rotation"). It shares the error of a wide channel out among
     heads and lowers the sum of errors no further than a rotation within heads does.
 
-    RotateKV also orders channels, by calibration, so that each block of the transform gets wide and narrow ones. That is
+    RotateKV also orders channels, by calibration, so that each block of the transform gets some wide ones. This is
     left out: an order found in a layer's first block made no clear difference, and blocks would no longer depend on
     their own tokens alone.
 
