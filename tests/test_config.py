@@ -10,7 +10,7 @@ import yaml
 from kvquant_hf import KVQuantConfig, QuantSpec, list_presets
 from kvquant_hf.config import BACKENDS
 from kvquant_hf.quantizers import QUANTIZERS
-from kvquant_hf.spec import GROUP_SIZES, LEVELS, METHODS, NBITS
+from kvquant_hf.spec import GROUP_SIZES, LEVELS, METHODS, NBITS, ROTATIONS
 
 PRESETS = [
     "dense",
@@ -49,7 +49,7 @@ PRESETS = [
         ("group_size", 48, GROUP_SIZES),
         ("granularity", "per_chanel", ("per_channel", "per_token")),
         ("rope", "none", ("pre", "post")),
-        ("rotation", "haar", ("none", "hadamard")),
+        ("rotation", "haar", ROTATIONS),
         ("method", "afine", METHODS),
         ("symmetric", 1, (False, True)),
         ("clip", "max", ("minmax", "mse")),

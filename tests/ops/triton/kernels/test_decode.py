@@ -89,11 +89,7 @@ CASES = [
     ("partial-interleaved", 133, {"rotation": rope(12, 32, 10, "interleaved"), "dtype": BF16}),
     ("post-rope", 133, {"rotation": None}),
     ("hadamard-both", 150, {"rotation": None, **kv(4, 2, rotation="hadamard")}),
-    (
-        "signs-of-keys",
-        150,
-        {"rotation": None, "key": {"rotation": "hadamard_signs"}, "value": {"rotation": "hadamard"}},
-    ),
+    ("signs-of-keys", 150, {"rotation": None, "key": {"rotation": "hadamard_signs"}}),
     ("hadamard-values", 150, {"value": {"rotation": "hadamard"}, "dtype": BF16}),
     ("hadamard-d80", 133, {"rotation": None, "D": 80, **kv(4, 4, rotation="hadamard")}),
     ("gqa-7", 133, {"G": 7}),
