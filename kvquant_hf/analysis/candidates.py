@@ -14,9 +14,10 @@ from kvquant_hf.spec import QuantSpec
 
 SIDES = ("key", "value")
 EXACT = QuantSpec(nbits=16, rope="post")
-_KEY_GROUPS = (32, 64)
 # The presets whose keys and values the default candidates are, one for each width.
 _PRESETS = ("k2v2", "k3v3", "k4v4", "k8v8")
+# Shares of promoted channels of 2-bit keys; wider keys have that of their preset.
+_SHARES = (0.0, 0.25, 0.5)
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,11 @@ class Candidates:
 
 
 def default_candidates() -> Candidates:
-    """2, 3, 4 and 8 bits as the presets store them, keys in groups of 32 and of 64 tokens."""
+    """2, 3, 4 and 8 bits as the presets store them, keys of 2 bits with other shares of promoted channels, too."""
     presets = [KVQuantConfig.from_preset(name) for name in _PRESETS]
-    key = {
-        f"k{preset.key.nbits}g{size}": replace(preset.key, group_size=size)
-        for preset in presets
-        for size in _KEY_GROUPS
-    }
-    return Candidates(key, {f"v{preset.value.nbits}": preset.value for preset in presets})
+    keys = [replace(presets[0].key, promoted=share) for share in _SHARES] + [preset.key for preset in presets[1:]]
+    named = {f"k{key.nbits}" + (f"p{100 * key.promoted:.0f}" if key.promotes else ""): key for key in keys}
+    return Candidates(named, {f"v{preset.value.nbits}": preset.value for preset in presets})
 
 
 def load_candidates(path: Path) -> Candidates:

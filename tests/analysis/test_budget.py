@@ -345,20 +345,22 @@ def test_budgets_say_what_they_are():
 
 def test_default_candidates_are_those_of_the_presets():
     candidates = default_candidates()
-    assert list(candidates.key) == [f"k{n}g{g}" for n in (2, 3, 4, 8) for g in (32, 64)]
+    assert list(candidates.key) == ["k2", "k2p25", "k2p50", "k3p25", "k4p25", "k8"]
+    assert [spec.promoted for spec in candidates.key.values()][:5] == [0.0, 0.25, 0.5, 0.25, 0.25]
     assert list(candidates.value) == ["v2", "v3", "v4", "v8"]
     assert all(spec.granularity == "per_channel" and spec.rope == "pre" for spec in candidates.key.values())
     ways = {spec.nbits: (spec.rotation, spec.clip, spec.granularity) for spec in candidates.value.values()}
     turned, plain = ("hadamard", "mse", "per_token"), ("none", "minmax", "per_token")
-    assert ways == {2: turned, 3: turned, 4: plain, 8: plain}
+    assert ways == {2: turned, 3: turned, 4: turned, 8: plain}
 
 
 def test_shipped_candidates_can_be_loaded():
     paths = sorted((ROOT / "configs" / "candidates").glob("*.yaml"))
-    assert [path.stem for path in paths] == ["promoted"]
+    assert [path.stem for path in paths] == ["plain"]
     candidates = load_candidates(paths[0])
-    assert {spec.promoted for spec in candidates.key.values()} == {0.0, 0.125, 0.25, 0.5}
-    assert all(spec.symmetric and spec.rotation == "hadamard" for spec in candidates.value.values())
+    assert list(candidates.key) == [f"k{n}g{g}" for n in (2, 3, 4, 8) for g in (32, 64)]
+    assert not any(spec.promoted for spec in candidates.key.values())
+    assert {spec.group_size for spec in candidates.value.values()} == {32}
 
 
 def test_candidates_of_a_file(tmp_path):
