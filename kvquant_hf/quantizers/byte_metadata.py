@@ -16,10 +16,10 @@ class ByteMetadataQuantizer(AffineQuantizer):
     """The codes of `AffineQuantizer` and `PromotedQuantizer`, with metadata at half the bits (see `second_level`).
 
     Quantizing the quantization constants once more is QLoRA's double quantization (arXiv 2305.14314, section 3). Bytes
-    round up: the grid of every group covers its range, and is wider by 2.2 % at most for the scale and by 2.6 % for a
-    zero point near zero. An eighth of the octaves of scales that a block may span, 31.75, is resolved that finely; in
-    a block that spans more than 7.9, scales are up to 9.1 % wide, and one that spans more than 31.75 widens its
-    narrowest groups.
+    round up: the grid of every group covers its range, and is wider by 2.2 % at most for the scale and by 1.3 % for a
+    zero point in the middle of the range, more for one far from it. Where the scales of a block span more than 7.9
+    octaves they are up to 9.1 % wide instead of 2.2 %, and where they span more than 31.75, the narrowest groups get
+    the smallest scale there is.
 
     A constant group is off by at most half a step: not at all where it is zero; by the rounding of its listed zero
     point (none for numbers of a half type), as one of the farthest from zero; and by at most `|x| / (2 · levels · 14)`
