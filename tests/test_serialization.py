@@ -44,7 +44,7 @@ def next_logits(model, cache):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 def test_a_loaded_cache_continues_exactly(family, quant, tmp_path):
     model = tiny_model(family)
-    cache = filled(model, quant if quant in list_presets() else "k2v2", **SETTINGS[quant])
+    cache = filled(model, quant if quant in list_presets() else {}, **SETTINGS[quant])
     cache.save(tmp_path / "c")
     loaded = QuantCache.load(tmp_path / "c", model.config)
     assert loaded.quant_config == cache.quant_config
@@ -57,7 +57,7 @@ def test_a_loaded_cache_continues_exactly(family, quant, tmp_path):
 def test_files_hold_factors_only_where_a_method_has_them(tmp_path):
     model = tiny_model("llama")
     for quant in ("k4v4", "factors"):
-        filled(model, "k4v4", **SETTINGS[quant]).save(tmp_path / quant)
+        filled(model, quant if quant == "k4v4" else {}, **SETTINGS[quant]).save(tmp_path / quant)
         names = set(load_file(tmp_path / quant / "cache.safetensors"))
         found = {name for name in names if name.endswith(".factor")}
         assert found == (
