@@ -116,7 +116,7 @@ def cut_off(path, _):
         (lambda p, d: d["layers"].pop(), r"describes 1 layers of 2"),
         (lambda p, d: d["layers"][0].update(length=91), r"at layer 0: it should hold 91 tokens"),
         (lambda p, d: d["layers"][1].pop("dtypes"), r"at layer 1"),
-        (lambda p, d: d["quant_config"]["key"].update(nbits=8), r"at layer 0: stored `codes` must have the shape"),
+        (lambda p, d: d["quant_config"]["key"].update(nbits=3), r"at layer 0: stored `codes` must have the shape"),
         (lambda p, d: d["quant_config"]["key"].update(nbits=5), r"`nbits` must be one of"),
         (lambda p, d: d["quant_config"].update(surprise=1), r"no setting 'surprise'"),
     ],
