@@ -109,7 +109,7 @@ def test_skips_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture
 def view() -> Any:
-    config = KVQuantConfig.from_preset("k4v4").replace(residual_length=32)
+    config = KVQuantConfig().replace(residual_length=32)
     states = Shape(1, 2, 2, 16).states(200)
     return packed_view(config, (states[0].bfloat16(), states[1].bfloat16()), "torch")
 

@@ -20,7 +20,8 @@ from kvquant_hf import KVQuantConfig, QuantCache
 from kvquant_hf.layer import QuantLayer
 from kvquant_hf.ops import dispatch, reference
 
-QUANT = "k4v4,residual_length=32,sink_length=0"
+# Groups of 32: blocks fill up within few tokens.
+QUANT = f"{Path(__file__).parents[2]}/configs/groups_of_32/k4v4.yaml,residual_length=32,sink_length=0"
 BYTES = 2 * 2 * (2 * 16) * 4  # of a token: K and V, layers, heads of 16, float32
 
 
@@ -190,7 +191,7 @@ def test_overhead_is_what_is_left_of_an_empty_history(
         return one
 
     monkeypatch.setattr(_overhead, "_step", step)
-    config = KVQuantConfig.from_preset("k4v4").replace(backend="torch")
+    config = KVQuantConfig().replace(backend="torch")
     found = cache_overhead(model, config, source, cycles=5, clock=time.clock)
     assert found.block_token == pytest.approx(0.25) and found.window_token == pytest.approx(0.5)
     assert found.overhead == pytest.approx(5 + 64 / 32)
