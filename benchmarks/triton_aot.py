@@ -301,14 +301,21 @@ def byte_examples() -> Iterator[tuple[str, tuple[torch.Tensor, QuantLayer]]]:
     yield "d128 k8v8, groups of 32", example(128, (8, 8), 4, rope(128, 128), values=rotated)
 
 
+# Bytes that variants are known to spill, by name and chip, see ops/README.md; more is a fault.
+KNOWN_SPILLS = {
+    ("decode bytes d128 k3v4, 16 rows", "80"): 12,
+    ("decode bytes d256 k2pv4, half, groups of 128", "80"): 88,
+}
+
+
 def compile_variants() -> int:
-    """Compile all variants, print what each needs, and count those that spill."""
+    """Compile all variants, print what each needs, and count those that spill more than is known."""
     spilling = 0
     for arch, name, kernel, arguments, launch in variants():
         with contextlib.redirect_stdout(io.StringIO()):
             binary = compiled(kernel, arguments, arch, launch)
         facts = nvidia_facts(binary, arch) if arch.isdigit() else amd_facts(binary)
-        spilling += facts["spilled_bytes"] > 0
+        spilling += facts["spilled_bytes"] > KNOWN_SPILLS.get((name, arch), 0)
         print(
             f"{name:<55} {arch:>6} {facts['registers']:>4} registers {facts['spilled_bytes']:>5} bytes spilled "
             f"{binary.metadata.shared:>7} shared",
