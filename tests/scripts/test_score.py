@@ -52,12 +52,12 @@ def test_scores_presets_and_settings(
 
 def test_bits_are_those_of_a_16_bit_model(arguments: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "score.json"
-    quant = "k4v4,residual_length=32"
+    quant = "kivi-int4,residual_length=32"
     assert score.main([*arguments, "--quant", quant, "--chunks", "1", "--json", str(out)]) == 0
     row = json.loads(out.read_text())["results"][1]
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16)
-    cache = QuantCache(model, KVQuantConfig.from_preset("k4v4").replace(residual_length=32))
+    cache = QuantCache(model, KVQuantConfig.from_preset("kivi-int4").replace(residual_length=32))
     for piece in torch.arange(2, 162)[None].split([40, 24, 24, 24, 24, 24], dim=1):
         with torch.no_grad():
             model(input_ids=piece, **cache_kwargs(cache))
