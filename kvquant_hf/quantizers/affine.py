@@ -3,6 +3,7 @@
 import torch
 
 from kvquant_hf.quantizers.base import QuantizedGroups
+from kvquant_hf.quantizers.feedback import codes_with_feedback, row_of
 from kvquant_hf.spec import QuantSpec
 
 _HALF_MAX = 65504.0
@@ -43,10 +44,11 @@ class AffineQuantizer:
         if self.symmetric:
             high = torch.maximum(high, -low)
             low = -high
-        dtype = self._metadata_dtype(low, high)
-        scale, zero_point = self._parameters(low, high, dtype)
+        wide = self._needs_float32(low, high)
+        some = wide if bool(wide.any()) else None
+        scale, zero_point = self._parameters(low, high, some)
         if self.clip == "mse":
-            scale, zero_point = self._clipped(groups, low, high, scale, zero_point, dtype)
+            scale, zero_point = self._clipped(groups, low, high, scale, zero_point, some)
         return scale, zero_point
 
     def codes_up_to(
@@ -71,7 +73,14 @@ class AffineQuantizer:
         if feedback is None:
             limit = most if isinstance(most, int) else most[..., None, None]
             return self._codes(groups, scale, zero_point, limit).to(torch.uint8)
-        return self._codes_with_feedback(most, groups, scale, zero_point, feedback, exact)
+
+        def round_row(row: int, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            own_scale, own_zero = scale[:, :, :, row], row_of(zero_point, row)
+            limit = most if isinstance(most, int) else most[:, :, :, row, None, None]
+            codes = self._codes(targets, own_scale, own_zero, limit)
+            return codes, self._values(codes, own_scale, own_zero)
+
+        return codes_with_feedback(groups, feedback, round_row, exact)
 
     def dequantize(self, groups: QuantizedGroups) -> torch.Tensor:
         """Values of codes, see `Quantizer.dequantize`."""
@@ -122,8 +131,8 @@ class AffineQuantizer:
             rows = torch.cat([rows, again[..., :missing]], -1)
         return rows.reshape(*rows.shape[:-1], -1, self.group_size)
 
-    def _metadata_dtype(self, low: torch.Tensor, high: torch.Tensor) -> torch.dtype:
-        """float16 unless the range needs float32.
+    def _needs_float32(self, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+        """Groups whose range float16 does not hold, bool.
 
         bfloat16 would reach as far as float32, but its 8 significant bits would round a large zero point by more than
         the spread of the group it belongs to; widening stored float16 parameters to float32 later changes no value.
@@ -131,17 +140,21 @@ class AffineQuantizer:
         extent = torch.maximum(high, -low)
         spread = high / self.levels - low / self.levels
         too_small = (spread > 0) & (spread < _HALF_SMALL_SCALE) & (spread * 2**10 > extent)
-        return torch.float32 if bool(((extent > _HALF_MAX) | too_small).any()) else torch.float16
+        return (extent > _HALF_MAX) | too_small
 
     def _parameters(
-        self, low: torch.Tensor, high: torch.Tensor, dtype: torch.dtype
+        self, low: torch.Tensor, high: torch.Tensor, wide: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Stored scale and zero point (none for symmetric codes) whose grid covers `low … high`."""
+        """Stored scale and zero point (none for symmetric codes) whose grid covers `low … high`.
+
+        They are float16, or float32 where `wide` says that some groups need it; the others' numbers are those of
+        float16 all the same, whatever their neighbours are.
+        """
         if self.symmetric:
-            return _rounded(high / self._middle, dtype, up=True), None
-        zero_point = _rounded(low, dtype, up=False)
+            return _rounded(high / self._middle, wide, up=True), None
+        zero_point = _rounded(low, wide, up=False)
         # Divided first: the difference of two large numbers of opposite sign may not be finite.
-        scale = _rounded(high / self.levels - zero_point.float() / self.levels, dtype, up=True)
+        scale = _rounded(high / self.levels - zero_point.float() / self.levels, wide, up=True)
         return scale, zero_point
 
     def _codes(
@@ -165,31 +178,6 @@ class AffineQuantizer:
             return codes.clamp_(min=0).minimum(most)
         return codes.clamp_(0, self.levels if most is None else most)
 
-    def _codes_with_feedback(
-        self,
-        most: int | torch.Tensor,
-        groups: torch.Tensor,
-        scale: torch.Tensor,
-        zero_point: torch.Tensor | None,
-        feedback: torch.Tensor,
-        exact: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Codes of groups `[B, H, n, rows, groups, n]`, row after row, see `Quantizer.quantize`."""
-        targets, codes = groups.clone(), torch.empty_like(groups, dtype=torch.uint8)
-        feedback = feedback[:, None, :, :, None, None]
-        for row in reversed(range(groups.shape[3])):
-            own_scale = scale[:, :, :, row]
-            own_zero = None if zero_point is None else zero_point[:, :, :, row]
-            limit = most if isinstance(most, int) else most[:, :, :, row, None, None]
-            found = self._codes(targets[:, :, :, row], own_scale, own_zero, limit)
-            codes[:, :, :, row] = found
-            error = self._values(found, own_scale, own_zero).sub_(groups[:, :, :, row])
-            if exact is not None:
-                error.masked_fill_(exact[:, :, :, row], 0.0)
-            # One row at a time: the order of the sums must not depend on how many blocks there are.
-            targets[:, :, :, :row] -= feedback[:, :, row, :row] * error[:, :, :, None]
-        return codes
-
     def _clipped(
         self,
         groups: torch.Tensor,
@@ -197,13 +185,13 @@ class AffineQuantizer:
         high: torch.Tensor,
         scale: torch.Tensor,
         zero_point: torch.Tensor | None,
-        dtype: torch.dtype,
+        wide: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Per group, the range among `_CLIP_SHARES` of the full one whose codes have the least squared error."""
         best = self._squared_error(groups, scale, zero_point)
         middle, half = low / 2 + high / 2, high / 2 - low / 2
         for share in _CLIP_SHARES:
-            new_scale, new_zero_point = self._parameters(middle - share * half, middle + share * half, dtype)
+            new_scale, new_zero_point = self._parameters(middle - share * half, middle + share * half, wide)
             error = self._squared_error(groups, new_scale, new_zero_point)
             better = error < best
             best = torch.where(better, error, best)
@@ -224,11 +212,16 @@ def _headroom(scale: torch.Tensor) -> float:
     return 0.25 if scale.dtype == torch.float32 else 1.0
 
 
-def _rounded(values: torch.Tensor, dtype: torch.dtype, *, up: bool) -> torch.Tensor:
-    """Values in `dtype`, rounded up or down, never to infinity."""
-    if dtype == torch.float32:
-        return values
-    rounded = values.to(dtype)
+def _rounded(values: torch.Tensor, wide: torch.Tensor | None, *, up: bool) -> torch.Tensor:
+    """Values in float16, rounded up or down; in float32, and not rounded where `wide`, if that is given."""
+    if wide is None:
+        return rounded_half(values, up=up)
+    return torch.where(wide, values, rounded_half(values, up=up).float())
+
+
+def rounded_half(values: torch.Tensor, *, up: bool) -> torch.Tensor:
+    """Values in float16, rounded up or down, never to infinity."""
+    rounded = values.to(torch.float16)
     wrong = rounded.float() < values if up else rounded.float() > values
     # The neighbour of a float16 is one step away in its bit pattern, which counts magnitudes.
     bits = rounded.view(torch.int16).to(torch.int32)
@@ -238,5 +231,5 @@ def _rounded(values: torch.Tensor, dtype: torch.dtype, *, up: bool) -> torch.Ten
     moved = magnitude + step
     crossed = moved < 0  # from zero to the smallest number of the other sign
     sign = torch.where(negative ^ crossed, 0x8000, 0)
-    neighbour = (torch.where(crossed, 1, moved) | sign).to(torch.int16).view(dtype)
+    neighbour = (torch.where(crossed, 1, moved) | sign).to(torch.int16).view(torch.float16)
     return torch.where(wrong & torch.isfinite(neighbour), neighbour, rounded)

@@ -5,6 +5,7 @@ from itertools import product
 import torch
 
 from kvquant_hf.quantizers.base import QuantizedGroups
+from kvquant_hf.quantizers.feedback import codes_with_feedback, row_of
 from kvquant_hf.quantizers.levels import Levels, levels_of
 from kvquant_hf.quantizers.sums import sum_by_halves
 from kvquant_hf.spec import QuantSpec
@@ -46,10 +47,16 @@ class CodebookQuantizer:
         groups = self._grouped(rows)
         valid = self._valid(rows)
         scale, zero_point = self._fit(levels, groups if range_rows is None else self._grouped(range_rows), valid)
+
+        def round_row(row: int, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            own_scale, own_zero = scale[:, :, :, row], row_of(zero_point, row)
+            codes = _codes(levels, targets, own_scale, own_zero)
+            return codes, _values(levels, codes, own_scale, own_zero)
+
         if feedback is None:
             codes = _codes(levels, groups, scale, zero_point)
         else:
-            codes = _codes_with_feedback(levels, groups, scale, zero_point, feedback)
+            codes = codes_with_feedback(groups, feedback, round_row)
         return QuantizedGroups(codes.flatten(-2)[..., : rows.shape[-1]], scale, zero_point)
 
     def dequantize(self, groups: QuantizedGroups) -> torch.Tensor:
@@ -155,27 +162,6 @@ def _values(levels: Levels, codes: torch.Tensor, scale: torch.Tensor, zero_point
         values.add_(zero_point.float()[..., None])
     # The outermost value of a range as wide as float32 is may lie a rounding beyond it.
     return values.clamp_(-_LARGEST, _LARGEST) if scale.dtype == torch.float32 else values
-
-
-def _codes_with_feedback(
-    levels: Levels,
-    groups: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor | None,
-    feedback: torch.Tensor,
-) -> torch.Tensor:
-    """Codes of groups `[B, H, n, rows, groups, n]`, row after row, see `Quantizer.quantize`."""
-    targets, codes = groups.clone(), torch.empty_like(groups, dtype=torch.uint8)
-    feedback = feedback[:, None, :, :, None, None]
-    for row in reversed(range(groups.shape[3])):
-        own_scale = scale[:, :, :, row]
-        own_zero = None if zero_point is None else zero_point[:, :, :, row]
-        found = _codes(levels, targets[:, :, :, row], own_scale, own_zero)
-        codes[:, :, :, row] = found
-        error = _values(levels, found, own_scale, own_zero).sub_(groups[:, :, :, row])
-        # One row at a time: the order of the sums must not depend on how many blocks there are.
-        targets[:, :, :, :row] -= feedback[:, :, row, :row] * error[:, :, :, None]
-    return codes
 
 
 class TurboQuantizer(CodebookQuantizer):

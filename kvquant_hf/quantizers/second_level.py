@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from kvquant_hf.quantizers.affine import _rounded
+from kvquant_hf.quantizers.affine import rounded_half
 
 _LARGEST = torch.finfo(torch.float32).max
 _HALF_MAX, _HALF_NORMAL = 65504.0, 2.0**-14
@@ -134,7 +134,7 @@ class SecondLevel:
 
     def _rounded(self, numbers: torch.Tensor, *, up: bool) -> torch.Tensor:
         """Numbers `[..., 1 | rows, 1 | groups]` as the list holds them, float32."""
-        near = _rounded(numbers.clamp(-_HALF_MAX, _HALF_MAX), torch.float16, up=up).float()
+        near = rounded_half(numbers.clamp(-_HALF_MAX, _HALF_MAX), up=up).float()
         return torch.where(self._half, near, numbers)
 
     def numbers(self, zero_point: torch.Tensor | None) -> torch.Tensor:

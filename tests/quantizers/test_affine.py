@@ -8,9 +8,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvquant_hf.quantizers import QUANTIZERS
-from kvquant_hf.quantizers.affine import AffineQuantizer, _rounded
+from kvquant_hf.config import KVQuantConfig
+from kvquant_hf.quantizers import QUANTIZERS, quantizer_of
+from kvquant_hf.quantizers.affine import AffineQuantizer, rounded_half
 from kvquant_hf.spec import QuantSpec
+from tests.quantizers.cuts import assert_cuts_change_nothing
 
 NBITS = (2, 3, 4, 8)
 GROUPS = (16, 32, 64, 128)
@@ -176,10 +178,35 @@ def test_directed_rounding_is_the_nearest_float16_on_the_asked_side():
     torch.manual_seed(0)
     spread = torch.randn(20000) * 10 ** torch.empty(20000).uniform_(-9, 4)
     values = torch.cat([spread, torch.tensor([0.0, -0.0, 1e-12])])
-    up, down = (_rounded(values, torch.float16, up=side).double() for side in (True, False))
+    up, down = (rounded_half(values, up=side).double() for side in (True, False))
     assert (up >= values.double()).all()
     assert (down <= values.double()).all()
     exact = values.half().double() == values.double()
     assert torch.equal(up[exact], values.double()[exact])
     between = torch.nextafter(down.half(), torch.tensor(float("inf"), dtype=torch.float16)).double()
     assert torch.equal(up[~exact], between[~exact])
+
+
+@pytest.mark.parametrize("clip", ["minmax", "mse"])
+@pytest.mark.parametrize(("promoted", "symmetric"), [(0.0, False), (0.0, True), (0.25, False)])
+def test_groups_that_need_float32_change_nothing_for_others(promoted, symmetric, clip):
+    """What is stored of a block must not depend on the blocks that came with it."""
+    quantizer = quantizer_of(QuantSpec(4, group_size=32, symmetric=symmetric, clip=clip, promoted=promoted))
+    blocks = torch.randn(1, 1, 3, 16, 64, generator=torch.Generator().manual_seed(0))
+    blocks[:, :, 1] *= 1e6
+    blocks[:, :, 2] *= 1e-7
+    whole, alone = quantizer.quantize(blocks), quantizer.quantize(blocks[:, :, :1])
+    assert whole.scale.dtype == torch.float32 and alone.scale.dtype == torch.float16
+    for name in ("codes", "scale", "zero_point"):
+        part, expected = getattr(whole, name), getattr(alone, name)
+        assert (part is None) == (expected is None)
+        assert part is None or torch.equal(part[:, :, :1].float(), expected.float()), name
+
+
+@pytest.mark.parametrize("padding", [None, [37, 2]])
+def test_one_huge_token_changes_nothing_for_the_blocks_beside_its_own(padding):
+    """Its block needs float32 parameters, in one call with others as alone."""
+    states = torch.randn(2, 2, 150, 2, 32, generator=torch.Generator().manual_seed(0)).transpose(2, 3)
+    states[..., 100, :] *= 1e6
+    layer = assert_cuts_change_nothing(KVQuantConfig(residual_length=16), states, [5, 60, 1, 84], padding)
+    assert layer.quantized_length == 128 and layer._block_stores()[0].scale.dtype == torch.float32

@@ -14,8 +14,8 @@ from kvquant_hf import KVQuantConfig, QuantCache, QuantSpec
 from kvquant_hf.layer import QuantLayer
 from kvquant_hf.ops import cpu, decode_attention, notice, reference
 from kvquant_hf.quantizers import AffineQuantizer, ByteMetadataQuantizer, PromotedQuantizer, quantizer_of
-from kvquant_hf.rope import KeyRotation
 from kvquant_hf.storage import BlockStore
+from tests.quantizers.cuts import assert_cuts_change_nothing
 
 D, L = 64, 64
 NBITS = (2, 3, 4, 8)
@@ -232,26 +232,11 @@ def test_a_block_depends_neither_on_its_neighbours_nor_on_its_place_in_memory(ch
 @pytest.mark.parametrize("padding", [None, [37, 2]])
 @pytest.mark.parametrize("changes", COMBINED[:3], ids=str)
 def test_the_cache_holds_the_same_however_calls_cut_the_tokens(changes, padding):
-    rotation = KeyRotation(1 / 100 ** (torch.arange(16) / 16), 32)
     value = {"nbits": 2, "metadata_nbits": 8, "symmetric": True, "rotation": "hadamard", "clip": "mse"}
     config = KVQuantConfig(residual_length=16).replace(key=changes | {"metadata_nbits": 8}, value=value)
     states = torch.randn(2, 2, 350, 2, 32, generator=torch.Generator().manual_seed(0)).transpose(2, 3)
     states[..., 200, :] *= 1e5
-    held = []
-    for cuts in ([350], [1] * 350, [5, 200, 1, 144]):
-        layer = QuantLayer(config, rotation)
-        if padding is not None:
-            layer.set_padding(torch.tensor(padding))
-        start = 0
-        for cut in cuts:
-            layer.update(*(part[:, :, start : start + cut] for part in states))
-            start += cut
-        held.append([store.state() | {"values": store.read(0, store.num_blocks)} for store in layer._block_stores()])
-    for other in held[1:]:
-        for mine, theirs in zip(held[0], other, strict=True):
-            assert mine.keys() == theirs.keys()
-            for name, tensor in mine.items():
-                assert torch.equal(tensor, theirs[name]), name
+    assert_cuts_change_nothing(config, states, [5, 200, 1, 144], padding)
 
 
 # ---- together with other settings --------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from kvquant_hf.layer import QuantLayer
 from kvquant_hf.ops import cpu, decode_attention, triton
 from kvquant_hf.quantizers import AffineQuantizer, CodebookQuantizer, TurboQuantizer, quantizer_of
 from kvquant_hf.quantizers.levels import levels_of
-from kvquant_hf.rope import KeyRotation
 from kvquant_hf.rotation import hadamard
 from kvquant_hf.spec import LEVELS_NBITS
+from tests.quantizers.cuts import assert_cuts_change_nothing
 
 CPU = torch.device("cpu")
 TABLES = [(name, nbits) for name, widths in LEVELS_NBITS.items() for nbits in widths]
@@ -331,24 +331,10 @@ CACHES = {
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.parametrize("padding", [None, [37, 2]])
 def test_the_cache_holds_the_same_however_calls_cut_the_tokens(name, padding):
-    rotation = KeyRotation(1 / 100 ** (torch.arange(16) / 16), 32)
     config = KVQuantConfig(residual_length=16).replace(**CACHES[name])
     states = torch.randn(2, 2, 250, 2, 32, generator=torch.Generator().manual_seed(0)).transpose(2, 3)
-    layers = []
-    for cuts in ([250], [1] * 250, [5, 100, 1, 144]):
-        layer = QuantLayer(config, rotation)
-        if padding is not None:
-            layer.set_padding(torch.tensor(padding))
-        start = 0
-        for cut in cuts:
-            layer.update(*(part[:, :, start : start + cut] for part in states))
-            start += cut
-        layers.append(layer)
-    assert layers[0].quantized_length == (250 - 4 - 16) // config.block_length * config.block_length > 0
-    for other in layers[1:]:
-        for mine, theirs in zip(layers[0]._block_stores(), other._block_stores(), strict=True):
-            for part, tensor in mine.state().items():
-                assert torch.equal(tensor, theirs.state()[part]), part
+    layer = assert_cuts_change_nothing(config, states, [5, 100, 1, 144], padding)
+    assert layer.quantized_length == (250 - 4 - 16) // config.block_length * config.block_length > 0
 
 
 @pytest.mark.parametrize("length", [72, 128])

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 
 from kvquant_hf import KVQuantConfig, QuantCache, QuantSpec
-from kvquant_hf.layer import QuantLayer
 from kvquant_hf.ops import cpu
 from kvquant_hf.quantizers import AffineQuantizer, InnerQuantizer
 from kvquant_hf.quantizers.innerq import channel_factors
-from kvquant_hf.rope import KeyRotation
 from kvquant_hf.storage import BlockStore
+from tests.quantizers.cuts import assert_cuts_change_nothing
 
 NBITS = (2, 3, 4, 8)
 QUANT = settings(
@@ -252,21 +251,8 @@ def test_the_cache_holds_the_same_however_calls_cut_the_tokens(padding):
     config = KVQuantConfig.from_dict(QUANT).replace(key={"symmetric": False, "rope": "pre"})
     assert config.block_length == 64
     states = torch.randn(2, 2, 290, 2, 32).transpose(2, 3)
-    layers = []
-    for cuts in ([290], [1] * 290, [5, 100, 1, 184]):
-        layer = QuantLayer(config, KeyRotation(1 / 100 ** (torch.arange(16) / 16), 32))
-        if padding is not None:
-            layer.set_padding(torch.tensor(padding))
-        start = 0
-        for cut in cuts:
-            layer.update(*(part[:, :, start : start + cut] for part in states))
-            start += cut
-        layers.append(layer)
-    assert layers[0].quantized_length == 256
-    for other in layers[1:]:
-        for mine, theirs in zip(layers[0]._block_stores(), other._block_stores(), strict=True):
-            for name, tensor in mine.state().items():
-                assert torch.equal(tensor, theirs.state()[name]), name
+    layer = assert_cuts_change_nothing(config, states, [5, 100, 1, 184], padding)
+    assert layer.quantized_length == 256
 
 
 def test_caches_hold_what_they_report_and_come_back_from_files(model, tmp_path):

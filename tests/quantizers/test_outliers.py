@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 
 from kvquant_hf import KVQuantConfig, QuantCache, QuantSpec
-from kvquant_hf.layer import QuantLayer
 from kvquant_hf.ops import cpu
 from kvquant_hf.quantizers import AffineQuantizer, OutlierQuantizer, QuantizedGroups, places_of
-from kvquant_hf.rope import KeyRotation
 from kvquant_hf.storage import BlockStore
+from tests.quantizers.cuts import assert_cuts_change_nothing
 
 SHARES = (0.005, 0.01, 0.02)
 QUANT = settings(
@@ -332,25 +331,10 @@ def model():
 
 @pytest.mark.parametrize("padding", [None, [37, 2]])
 def test_the_cache_holds_the_same_however_calls_cut_the_tokens(padding):
-    rotation = KeyRotation(1 / 100 ** (torch.arange(16) / 16), 32)
     config = KVQuantConfig.from_dict(QUANT)
-    states = heavy(2, 2, 250, 2, 32).transpose(2, 3)
-    layers = []
-    for cuts in ([250], [1] * 250, [5, 100, 1, 144]):
-        layer = QuantLayer(config, rotation)
-        if padding is not None:
-            layer.set_padding(torch.tensor(padding))
-        start = 0
-        for cut in cuts:
-            layer.update(*(part[:, :, start : start + cut] for part in states))
-            start += cut
-        layers.append(layer)
-    assert layers[0].quantized_length == (250 - 4 - 16) // 16 * 16
-    for other in layers[1:]:
-        for mine, theirs in zip(layers[0]._block_stores(), other._block_stores(), strict=True):
-            assert {"outlier_index", "outlier_value"} <= set(mine.state())
-            for name, tensor in mine.state().items():
-                assert torch.equal(tensor, theirs.state()[name]), name
+    layer = assert_cuts_change_nothing(config, heavy(2, 2, 250, 2, 32).transpose(2, 3), [5, 100, 1, 144], padding)
+    assert layer.quantized_length == (250 - 4 - 16) // 16 * 16
+    assert all({"outlier_index", "outlier_value"} <= set(store.state()) for store in layer._block_stores())
 
 
 def test_caches_hold_what_they_report_and_come_back_from_files(model, tmp_path):

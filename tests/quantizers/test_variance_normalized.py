@@ -6,11 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvquant_hf.config import KVQuantConfig
-from kvquant_hf.layer import QuantLayer
 from kvquant_hf.quantizers import AffineQuantizer, VarianceNormalizedQuantizer
 from kvquant_hf.quantizers.variance_normalized import column_factors
-from kvquant_hf.rope import KeyRotation
 from kvquant_hf.spec import QuantSpec
+from tests.quantizers.cuts import assert_cuts_change_nothing
 
 METHOD = "variance_normalized"
 NBITS = (2, 3, 4, 8)
@@ -210,23 +209,9 @@ def test_a_tile_depends_neither_on_its_neighbours_nor_on_its_place_in_memory(sha
 @pytest.mark.parametrize("padding", [None, [37, 2]])
 @pytest.mark.parametrize("group_size", [32, 128])
 def test_the_cache_holds_the_same_however_calls_cut_the_tokens(group_size, padding):
-    rotation = KeyRotation(1 / 100 ** (torch.arange(16) / 16), 32)
     side = {"nbits": 2, "method": METHOD, "group_size": group_size, "rotation": "hadamard"}
     config = KVQuantConfig(residual_length=16).replace(key=side, value=side)
     assert config.block_length == group_size
     states = torch.randn(2, 2, 450, 2, 32).transpose(2, 3)
-    layers = []
-    for cuts in ([450], [1] * 450, [5, 200, 1, 244]):
-        layer = QuantLayer(config, rotation)
-        if padding is not None:
-            layer.set_padding(torch.tensor(padding))
-        start = 0
-        for cut in cuts:
-            layer.update(*(part[:, :, start : start + cut] for part in states))
-            start += cut
-        layers.append(layer)
-    assert layers[0].quantized_length == (450 - 4 - 16) // group_size * group_size
-    for other in layers[1:]:
-        for mine, theirs in zip(layers[0]._block_stores(), other._block_stores(), strict=True):
-            for name, tensor in mine.state().items():
-                assert torch.equal(tensor, theirs.state()[name]), name
+    layer = assert_cuts_change_nothing(config, states, [5, 200, 1, 244], padding)
+    assert layer.quantized_length == (450 - 4 - 16) // group_size * group_size
