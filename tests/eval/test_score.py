@@ -24,6 +24,12 @@ def windows(count: int = 2, context: int = 61) -> torch.Tensor:
     return torch.randint(3, VOCAB_SIZE, (count, context), generator=torch.Generator().manual_seed(1))
 
 
+def everything_coarse() -> KVQuantConfig:
+    """Two bits from the first block of 16 tokens on, so that scores of short windows differ visibly."""
+    exact = {"residual_length": 0, "sink_length": 0}
+    return KVQuantConfig.from_preset("k2v2").replace(key={"group_size": 16}, **exact)
+
+
 def whole_forward(model, window, protocol):
     with torch.no_grad():
         logits = model(input_ids=window[None]).logits[0].float()
@@ -44,8 +50,7 @@ def test_pieces_give_the_predictions_of_one_forward(protocol):
 def test_scores_follow_their_definitions():
     model = tiny_model("llama")
     protocol = Protocol(61, 16, 15)
-    # Nothing is exact but the tokens of the current call, so that the scores differ visibly.
-    coarse = KVQuantConfig.from_preset("k2v2").replace(residual_length=0, sink_length=0)
+    coarse = everything_coarse()
     make = {"coarse": lambda: QuantCache(model, coarse), "again": lambda: DynamicCache(config=model.config)}
     scores = score_windows(model, windows(), make, protocol)
 
@@ -69,7 +74,7 @@ def test_scores_follow_their_definitions():
 def test_a_shared_prefill_gives_the_same_scores(family, monkeypatch):
     model = tiny_model(family)
     protocol = Protocol(61, 24, 15)
-    coarse = KVQuantConfig.from_preset("k2v2").replace(residual_length=0, sink_length=0)
+    coarse = everything_coarse()
     make = {"coarse": lambda: QuantCache(model, coarse), "dense": lambda: DynamicCache(config=model.config)}
     plain = score_windows(model, windows(), make, protocol)
     fed = []
@@ -207,7 +212,7 @@ def test_first_divergence_is_that_of_generate():
         text = greedy_text(model, prompt, 24)
         dense = model.generate(prompt[None], max_new_tokens=24, do_sample=False)[0, 50:]
         assert torch.equal(text, dense)
-        config = KVQuantConfig.from_preset("k3v3").replace(residual_length=16)
+        config = KVQuantConfig.from_preset("k3v3").replace(key={"group_size": 16}, residual_length=16)
         cache = QuantCache(model, config)
         quantized = model.generate(prompt[None], max_new_tokens=24, do_sample=False, **cache_kwargs(cache))[0, 50:]
         differ = (quantized != dense).nonzero()

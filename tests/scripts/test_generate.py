@@ -21,7 +21,7 @@ def arguments(tiny_model_dir: Path, text_file: Path) -> list[str]:
 
 def test_compares_caches(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "demo.json"
-    names = ["k4v4,residual_length=1000", "k2v2,residual_length=32,sink_length=0"]
+    names = ["k4v4,residual_length=1000", "k2v2,key.group_size=32,residual_length=32,sink_length=0"]
     assert generate.main([*arguments, "--quant", *names, "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     dense, exact, coarse = report["runs"]
@@ -34,7 +34,8 @@ def test_compares_caches(arguments: list[str], tmp_path: Path, capsys: pytest.Ca
 
     tokens = report["prompt_tokens"] + 24 - 1  # the last token is never fed
     assert dense["total_bytes"] == tokens * 2 * 2 * (2 * 16) * 4  # K and V, layers, heads of 16, float32
-    assert coarse["bits_per_value_quantized"] == KVQuantConfig.from_preset("k2v2").nominal_bits(head_dim=16)
+    config = KVQuantConfig.from_preset("k2v2").replace(key={"group_size": 32})
+    assert coarse["bits_per_value_quantized"] == config.nominal_bits(head_dim=16)
     assert exact["bits_per_value_quantized"] is None
     assert coarse["total_bytes"] < dense["total_bytes"] / 3
     for run in report["runs"]:
