@@ -69,24 +69,29 @@ struct Format {
   float base = 0;
 };
 
-// Symmetric codes with scales that are bytes: the smallest that is wide enough, or the largest there is.
-static Grid byte_grid(const Format &f, vf low, vf high) {
+// Symmetric codes with scales that are bytes: the smallest that is wide enough, or the largest there is. `wider`: the
+// bytes of ranges that contain these, from where the way is short.
+static Grid byte_grid(const Format &f, vf low, vf high, const uint16_t *wider) {
   Grid g;
+  vf lowest = low / (float)f.levels, needed = high / (float)f.levels - lowest, wanted = f.base > 0 ? needed / f.base : needed;
   for (int i = 0; i < 16; i++) {
-    float lowest = low[i] / (float)f.levels, needed = high[i] / (float)f.levels - lowest;
-    const float *found = std::lower_bound(f.bytes, f.bytes + 255, f.base > 0 ? needed / f.base : needed);
-    if (*found * f.base < needed && found < f.bytes + 255) found++;  // the quotient was rounded
-    float s = *found * f.base;
-    g.scale[i] = found - f.bytes;
-    g.step[i] = s;
-    g.offset[i] = 0;
-    g.inverse[i] = s >= 1.17549435e-38f ? 1 / s : 0.f;
+    int byte;
+    if (wider) {
+      for (byte = wider[i]; byte > 0 && f.bytes[byte - 1] >= wanted[i];) byte--;
+    } else {
+      byte = std::lower_bound(f.bytes, f.bytes + 255, wanted[i]) - f.bytes;
+    }
+    if (f.bytes[byte] * f.base < needed[i] && byte < 255) byte++;  // the quotient was rounded
+    g.scale[i] = byte;
+    g.step[i] = f.bytes[byte] * f.base;
   }
+  g.offset = vf{};
+  g.inverse = g.step >= 1.17549435e-38f ? 1 / g.step : vf{};
   return g;
 }
 
-static Grid grid_of(const Format &f, vf low, vf high) {
-  if (f.bytes) return byte_grid(f, low, high);
+static Grid grid_of(const Format &f, vf low, vf high, const uint16_t *wider = nullptr) {
+  if (f.bytes) return byte_grid(f, low, high, wider);
   Grid g;
   for (int i = 0; i < 16; i++) {
     float lo = low[i], hi = high[i], z = 0, s;
@@ -116,13 +121,16 @@ INLINE vf nearest(vf x) {
 #endif
 }
 INLINE vf vmin(vf x, vf y) { return x < y ? x : y; }
+INLINE vf within(vf x, float most) {
+#if AVX512
+  return (vf)_mm512_min_ps(_mm512_max_ps((__m512)x, _mm512_setzero_ps()), _mm512_set1_ps(most));
+#else
+  return vmin(vmax(x, vf{}), splat(most));
+#endif
+}
 
 INLINE vf codes_of(const Format &f, const Grid &g, vf x) {
-  if (f.symmetric) {
-    vf c = nearest(x * g.inverse + f.middle);
-    return vmin(vmax(c, vf{}), splat((float)f.levels));
-  }
-  return vmin(vmax(nearest((x - g.offset) * g.inverse), vf{}), splat((float)f.levels));
+  return within(nearest(f.symmetric ? x * g.inverse + f.middle : (x - g.offset) * g.inverse), f.levels);
 }
 
 INLINE vf values_of(const Format &f, const Grid &g, vf c) {
@@ -141,11 +149,12 @@ static vf squared_error(const Format &f, const Grid &g, const float *x, int64_t 
 
 // The range among shares of the full one whose codes have the least squared error.
 static Grid clipped(const Format &f, const Grid &full, vf low, vf high, const float *x, int64_t step, int count) {
-  Grid best = full;
+  Grid best = full, wider = full;
   vf least = squared_error(f, full, x, step, count), middle = low / 2 + high / 2, half = high / 2 - low / 2;
   for (int k = 1; k <= 10; k++) {
     float share = (float)(1 - 0.05 * k);
-    Grid g = grid_of(f, middle - half * share, middle + half * share);
+    Grid g = grid_of(f, middle - half * share, middle + half * share, wider.scale);
+    wider = g;
     vf error = squared_error(f, g, x, step, count);
     for (int i = 0; i < 16; i++)
       if (error[i] < least[i]) {
@@ -200,6 +209,20 @@ static void unrotate(const Args &a, int64_t n, float *x) {
 static void transpose(const float *x, float *out, int64_t rows, int64_t columns) {
   for (int64_t i = 0; i < rows; i++)
     for (int64_t j = 0; j < columns; j++) out[j * rows + i] = x[i * columns + j];
+}
+
+// `hadamard` of each of `columns` columns of `n` numbers, a multiple of sixteen columns side by side.
+static void hadamard_columns(float *x, int64_t n, int64_t columns) {
+  int64_t width = n & -n;
+  for (int64_t h = 1; h < width; h *= 2)
+    for (int64_t i = 0; i < n; i += 2 * h)
+      for (float *p = x + i * columns, *q = p + h * columns, *end = q; p < end; p += 16, q += 16) {
+        vf a = load(p), b = load(q);
+        store(p, a + b);
+        store(q, a - b);
+      }
+  float norm = (float)std::sqrt((double)width);
+  for (int64_t i = 0; i < n * columns; i += 16) store(x + i, load(x + i) / norm);
 }
 
 template <int KIND> static void read_rows(const Args &a, const char *p, float *x) {
@@ -346,24 +369,24 @@ static bool encode_block(const Args &a, Scratch &s, int64_t b, int64_t h, int64_
   else if (a.kind == BF16) read_rows<BF16>(a, p, s.x);
   else read_rows<F16>(a, p, s.x);
   if (a.rope) unrotate(a, n, s.x);
-  if (a.hadamard)
-    for (int64_t t = 0; t < L; t++) hadamard(s.x + t * D, D);
   const float *x = s.x, *range = s.x;
   if (a.fitted) {
     memcpy(s.range, a.fitted + index * L * D, L * D * sizeof(float));
-    if (a.hadamard)
-      for (int64_t t = 0; t < L; t++) hadamard(s.range + t * D, D);
     range = s.range;
+  }
+  for (int64_t t = 0; t < L && a.hadamard && a.per_channel; t++) {
+    hadamard(s.x + t * D, D);
+    if (a.fitted) hadamard(s.range + t * D, D);
   }
   int64_t elements = a.per_channel ? L : D, rows = a.per_channel ? D : L;
   if (!a.per_channel) {
     transpose(s.x, s.other, L, D);
     x = s.other;
-    if (a.fitted) {
-      transpose(s.range, s.x, L, D);
-      range = s.x;
-    } else {
-      range = x;
+    if (a.fitted) transpose(s.range, s.x, L, D);
+    range = a.fitted ? s.x : x;
+    if (a.hadamard) {
+      hadamard_columns(s.other, D, L);
+      if (a.fitted) hadamard_columns(s.x, D, L);
     }
   }
   int64_t groups = (elements + a.group - 1) / a.group, row_bytes = elements * a.nbits / 8;
