@@ -10,13 +10,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from kvquant_hf import _compat
-from kvquant_hf.buffers import storage_bytes
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.layer import QuantLayer
-from kvquant_hf.memory import MemoryReport
+from kvquant_hf.memory import MemoryReport, report_of
 from kvquant_hf.misuse import check_generate_call, check_positions, longrope_switch, warn_before_switch
 from kvquant_hf.ops import available_backends
-from kvquant_hf.other_layers import drop_views, tensors_of
+from kvquant_hf.other_layers import drop_views
 from kvquant_hf.padding import padding_of_mask, padding_of_positions
 from kvquant_hf.query_moments import QueryMoments, load_once
 from kvquant_hf.rope_probe import find_rotations
@@ -307,30 +306,7 @@ class QuantCache(Cache):
 
         Under tensor parallelism these are the bytes of this process, see `MemoryReport.joined`.
         """
-        parts = dict.fromkeys(("codes", "scales", "zero_points", "sinks", "residual", "unused", "other_layers"), 0)
-        figures = {"dense_bytes": 0, "values": 0, "quantized_values": 0, "quantized_bytes": 0, "guarded_layers": 0}
-        for layer in self.layers:
-            if isinstance(layer, QuantLayer):
-                layer_parts, layer_figures = layer.memory()
-                for name, size in layer_parts.items():
-                    parts[name] += size
-                for name, size in layer_figures.items():
-                    figures[name] += size
-            else:
-                for tensor in tensors_of(layer):
-                    parts["other_layers"] += storage_bytes(tensor)
-                    figures["dense_bytes"] += tensor.numel() * tensor.element_size()
-                    figures["values"] += tensor.numel()
-        lengths = [self.quantized_length(i) for i in self._quant_layers]
-        tokens = self.quantized_layer(self._quant_layers[0]).get_seq_length()
-        return MemoryReport(
-            **parts, **figures, tokens=tokens, quantized_tokens=max(lengths), shards=self._num_shards()
-        )
-
-    def _num_shards(self) -> int:
-        """Processes that the heads of this model are split over, as far as the layers show."""
-        held = {i: self.quantized_layer(i).num_heads for i in self._quant_layers}
-        return max((whole // held[i] for i, whole in self._whole_heads.items() if whole and held[i]), default=1)
+        return report_of(self.layers, self._whole_heads)
 
     def __repr__(self) -> str:
         lines = [

@@ -1,7 +1,12 @@
 """How many bytes a cache holds, and for what."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
+
+from kvquant_hf.buffers import storage_bytes
+from kvquant_hf.layer import QuantLayer
+from kvquant_hf.other_layers import tensors_of
 
 
 @dataclass(frozen=True)
@@ -113,3 +118,36 @@ class MemoryReport:
 
 
 _PARTS = ("codes", "scales", "zero_points", "sinks", "residual", "unused", "other_layers")
+
+
+def report_of(layers: Sequence[Any], whole_heads: Mapping[int, int | None]) -> MemoryReport:
+    """What the layers of a cache hold.
+
+    Args:
+        layers: Quantized ones and others; at least one is quantized.
+        whole_heads: Key/value heads of the whole model, by the index of each quantized layer, as far as known.
+    """
+    parts = dict.fromkeys(_PARTS, 0)
+    figures = {"dense_bytes": 0, "values": 0, "quantized_values": 0, "quantized_bytes": 0, "guarded_layers": 0}
+    quantized: dict[int, QuantLayer] = {}
+    for i, layer in enumerate(layers):
+        if isinstance(layer, QuantLayer):
+            quantized[i] = layer
+            for counted, sizes in zip((parts, figures), layer.memory(), strict=True):
+                for name, size in sizes.items():
+                    counted[name] += size
+        else:
+            for tensor in tensors_of(layer):
+                parts["other_layers"] += storage_bytes(tensor)
+                figures["dense_bytes"] += tensor.numel() * tensor.element_size()
+                figures["values"] += tensor.numel()
+    # Processes that the heads are split over, as far as the layers show.
+    held = {i: layer.num_heads for i, layer in quantized.items() if layer.num_heads}
+    splits = [whole // held[i] for i, whole in whole_heads.items() if whole and i in held]
+    return MemoryReport(
+        **parts,
+        **figures,
+        tokens=next(iter(quantized.values())).get_seq_length(),
+        quantized_tokens=max(layer.quantized_length for layer in quantized.values()),
+        shards=max(splits, default=1),
+    )
