@@ -115,11 +115,12 @@ def signs(head_dim: int, device: torch.device, dtype: torch.dtype = torch.float3
     MurmurHash3: `h ^= h >> 16; h *= 0x85EBCA6B; h ^= h >> 13; h *= 0xC2B2AE35; h ^= h >> 16`.
     """
     with torch.inference_mode(False):
-        values = [1.0 - 2.0 * (_hashed(channel + 1) & 1) for channel in range(head_dim)]
+        values = [1.0 - 2.0 * (hashed(channel + 1) & 1) for channel in range(head_dim)]
         return torch.tensor(values, device=device, dtype=dtype)
 
 
-def _hashed(number: int) -> int:
+def hashed(number: int) -> int:
+    """`h` of `signs`, of a number below 2^32."""
     number ^= number >> 16
     number = number * 0x85EBCA6B & 0xFFFFFFFF
     number ^= number >> 13

@@ -16,12 +16,14 @@ OUTLIER_SHARES = (0.0, 0.005, 0.01, 0.02)
 _PROMOTED_NBITS = (2, 3, 4)
 # Bits that a promoted channel has more than the others.
 EXTRA_BITS = 2
-METHODS = ("affine", "innerq", "variance_normalized", "turboquant")
+METHODS = ("affine", "innerq", "variance_normalized", "turboquant", "turboquant_prod")
 # Tables of levels (`kvquant_hf.quantizers.levels`) and the bits of their codes; evenly spaced levels need none.
 LEVELS_NBITS = {"gaussian": (2, 3, 4), "laplace": (2, 3, 4), "e4m3": (8,), "e5m2": (8,), "e2m1": (4,)}
 LEVELS = ("uniform", *LEVELS_NBITS)
 # Methods that treat a block as a tile of tokens and channels, and store a factor along its rows.
 _TILE_METHODS = ("variance_normalized",)
+# Methods that keep norms of tokens in the Hadamard basis.
+_NORM_METHODS = ("turboquant", "turboquant_prod")
 # Tokens that share the factors of InnerQ's keys, at most, and in groups: 16 bits a channel, spread over them.
 _INNER_TOKENS, _INNER_GROUPS = 128, 4
 
@@ -47,9 +49,10 @@ class QuantSpec:
             least `group_size` tokens. `innerq` (InnerQ, arXiv 2602.23200) is meant for keys `per_token`, whose
             channels it normalizes in blocks of four times `group_size` tokens (at most 128), with values
             `per_channel`; its codes are a sign and a magnitude if `symmetric`, else each group is the better of that
-            and codes with a zero point (the paper's hybrid).
-            least `group_size` tokens. `turboquant` keeps the norm of each token, with Gaussian levels in the Hadamard
-            basis (TurboQuant, arXiv 2504.19874); its settings are those of the presets of that name.
+            and codes with a zero point (the paper's hybrid). `turboquant` keeps the norm of each token, with Gaussian
+            levels in the Hadamard basis (TurboQuant, arXiv 2504.19874); its settings are those of the presets of that
+            name. `turboquant_prod`, with the same settings, spends one of the bits on the sign of a random projection
+            of the residual: inner products have no bias, but more variance (its `prod` variant, with QJL).
         symmetric: Codes evenly about zero, at odd multiples of half a scale, with no zero point to store. Pays for
             values in the Hadamard basis, whose mean is zero. `innerq` has its own: zero is one of the levels.
         clip: Range of a group: its minimum and maximum (`minmax`), or the shrunken range of least squared error
@@ -60,7 +63,8 @@ class QuantSpec:
             absence narrows the ranges of the block most (KVQuant, arXiv 2401.18079 section 3.4). For affine codes
             without promoted channels.
         metadata_nbits: Bits per scale and per zero point; 8 bits are relative to numbers that the groups of a block
-            and head share (`kvquant_hf.quantizers.second_level`). For affine codes.
+            and head share (`kvquant_hf.quantizers.second_level`). For affine codes of even levels, and for symmetric
+            ones of `e2m1`, whose scales are then numbers of `e4m3` (NVFP4, `kvquant_hf.quantizers.nvfp4`).
         levels: What codes stand for before scale and zero point: evenly spaced numbers (`uniform`), the levels of
             least squared error for a `gaussian` or `laplace` density (2 to 4 bits), or the numbers of a floating-point
             format, `e4m3` and `e5m2` (8 bits), `e2m1` (4 bits). `symmetric` drops the zero point of any of them.
@@ -100,19 +104,21 @@ class QuantSpec:
         channels = {"granularity": ("per_channel",), "symmetric": (False,)}
         self._check_goes_with("promoted", 0, affine | channels)
         self._check_goes_with("outliers", 0, affine | {"promoted": (0.0,), "nbits": NBITS[:-1]})
-        self._check_goes_with("metadata_nbits", 16, affine | {"outliers": (0.0,)})
+        self._check_goes_with("metadata_nbits", 16, affine | {"levels": ("uniform", "e2m1"), "outliers": (0.0,)})
         if self.is_quantized:
             self._check_levels()
 
     def _check_levels(self) -> None:
         needs: dict[str, tuple[object, ...]] = {}
-        if self.method == "turboquant":
+        if self.method in _NORM_METHODS:
             needs = {"levels": ("gaussian",), "granularity": ("per_token",), "symmetric": (True,)}
             needs |= {"rotation": ("hadamard",), "nbits": LEVELS_NBITS["gaussian"]}
-            why = "`method='turboquant'`"
+            why = f"`method={self.method!r}`"
         elif self.levels != "uniform":
             needs = {"nbits": LEVELS_NBITS[self.levels], "method": ("affine",)}
             why = f"`levels={self.levels!r}`"
+            if self.metadata_nbits == 8:
+                needs, why = needs | {"symmetric": (True,)}, f"{why} and `metadata_nbits=8`"
         for name, choices in needs.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"`{name}` must be one of {choices} with {why}, got {getattr(self, name)!r}.")
@@ -150,6 +156,11 @@ class QuantSpec:
     def num_listed(self, num_groups: int) -> int:
         """Zero points that a block of so many groups keeps in 16 bits where the others take 8."""
         return 0 if self.symmetric else max(1, num_groups // 32)
+
+    @property
+    def numbers_per_group(self) -> int:
+        """Numbers of a group in `QuantizedGroups.scale`: besides the scale, `turboquant_prod` has a norm."""
+        return 2 if self.is_quantized and self.method == "turboquant_prod" else 1
 
     @property
     def is_quantized(self) -> bool:
@@ -203,7 +214,7 @@ class QuantSpec:
         """
         if not self.is_quantized:
             return 0.0
-        words = (1 if self.symmetric else 2) * self.metadata_nbits / 16
+        words = (self.numbers_per_group + (not self.symmetric)) * self.metadata_nbits / 16
         entries = head_dim * (block_length or self.token_group)
         shared = 32.0 * self.num_outliers(entries) / entries
         if self.has_second_level:

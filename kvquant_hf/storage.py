@@ -310,6 +310,7 @@ class BlockStore:
         entries = self.block_length * self.head_dim
         shapes |= dict.fromkeys(("outlier_index", "outlier_value"), (self.spec.num_outliers(entries),))
         groups = (rows, -(-row // self.spec.group_size))
+        shapes["scale"] = (rows, groups[1] * self.spec.numbers_per_group)
         shapes["second_level"] = (1 + self.spec.num_listed(groups[0] * groups[1]),)
         for name, tensor in state.items():
             shape = tuple(lead) + shapes.get(name, groups)

@@ -66,6 +66,9 @@ TURBO = {
     "levels": "gaussian",
 }
 
+PROD = {"method": "turboquant_prod"}
+NVFP4 = {"levels": "e2m1", "symmetric": True, "metadata_nbits": 8}
+
 STATES = {
     "sinks-only": _fill(3),
     "window-only": _fill(30),
@@ -116,6 +119,8 @@ STATES = {
         settings(3, 4, key={"levels": "gaussian", "clip": "mse"}, value={"levels": "e2m1", "symmetric": True}),
     ),
     "turboquant": _fill(100, settings(3, 2, key=TURBO, value=TURBO)),
+    "turboquant-prod": _fill(100, settings(3, 2, key=TURBO | PROD, value=TURBO | PROD)),
+    "nvfp4": _fill(100, settings(4, 4, key=NVFP4, value=NVFP4 | {"granularity": "per_token"})),
     "lossless": _fill(100, LOSSLESS["16-bit"]),
 }
 

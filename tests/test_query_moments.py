@@ -16,7 +16,7 @@ from kvquant_hf.rotation import hadamard
 from kvquant_hf.storage import BlockStore
 
 D, H, L = 32, 2, 32
-KEY_METHODS = sorted(set(QUANTIZERS) - {"turboquant"})  # which stores tokens, not channels
+KEY_METHODS = sorted(set(QUANTIZERS) - {"turboquant", "turboquant_prod"})  # which store tokens, not channels
 QUANT = {"key": {"nbits": 2, "group_size": 16}, "value": {"group_size": 16}, "residual_length": 16}
 
 

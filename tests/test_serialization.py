@@ -10,6 +10,9 @@ from kvquant_hf import QuantCache, list_presets
 from kvquant_hf._compat import cache_kwargs
 from tests.tiny_models import tiny_model
 
+PROD = {"nbits": 3, "method": "turboquant_prod", "granularity": "per_token", "rope": "post", "rotation": "hadamard"}
+PROD |= {"symmetric": True, "levels": "gaussian"}
+
 SETTINGS = {
     "k4v4": {"residual_length": 16},
     "k3v3": {"residual_length": 0, "sink_length": 0},
@@ -17,6 +20,8 @@ SETTINGS = {
     "dense": {},
     "fp8": {"residual_length": 16},
     "turboquant3": {"residual_length": 16},
+    "turboquant-prod": {"residual_length": 16} | dict.fromkeys(("key", "value"), PROD),
+    "nvfp4": {"residual_length": 16},
     "factors": {"residual_length": 16} | {side: {"method": "variance_normalized"} for side in ("key", "value")},
     "outliers": {"residual_length": 16} | {side: {"outliers": 0.01} for side in ("key", "value")},
     "innerq3": {"residual_length": 0, "sink_length": 0},

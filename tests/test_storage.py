@@ -42,7 +42,11 @@ SPECS += [
     QuantSpec(3, "per_channel", 16, levels="gaussian", clip="mse"),
     QuantSpec(2, "per_token", 16, rotation="hadamard", symmetric=True, levels="laplace"),
     QuantSpec(4, "per_token", 16, symmetric=True, levels="e2m1"),
+    QuantSpec(4, "per_token", 16, symmetric=True, levels="e2m1", metadata_nbits=8),
+    QuantSpec(4, "per_channel", 16, symmetric=True, levels="e2m1", metadata_nbits=8, clip="mse"),
     QuantSpec(3, "per_token", 128, rotation="hadamard", symmetric=True, levels="gaussian", method="turboquant"),
+    QuantSpec(3, "per_token", 128, rotation="hadamard", symmetric=True, levels="gaussian", method="turboquant_prod"),
+    QuantSpec(2, "per_token", 16, rotation="hadamard", symmetric=True, levels="gaussian", method="turboquant_prod"),
 ]
 SPECS += [QuantSpec(nbits=16)]
 

@@ -7,8 +7,10 @@ from kvquant_hf.quantizers.base import Outliers, QuantizedGroups, Quantizer
 from kvquant_hf.quantizers.byte_metadata import ByteMetadataQuantizer
 from kvquant_hf.quantizers.codebook import CodebookQuantizer, TurboQuantizer
 from kvquant_hf.quantizers.innerq import InnerQuantizer
+from kvquant_hf.quantizers.nvfp4 import MicroscaledQuantizer
 from kvquant_hf.quantizers.outliers import OutlierQuantizer, check_places, places_of
 from kvquant_hf.quantizers.promoted import PromotedQuantizer, along, join_codes, split_codes
+from kvquant_hf.quantizers.turboquant_prod import TurboProdQuantizer
 from kvquant_hf.quantizers.variance_normalized import VarianceNormalizedQuantizer
 from kvquant_hf.spec import QuantSpec
 
@@ -17,6 +19,7 @@ QUANTIZERS: dict[str, type[Quantizer]] = {
     "innerq": InnerQuantizer,
     "variance_normalized": VarianceNormalizedQuantizer,
     "turboquant": TurboQuantizer,
+    "turboquant_prod": TurboProdQuantizer,
 }
 
 
@@ -25,7 +28,8 @@ def quantizer_of(spec: QuantSpec, partners: torch.Tensor | None = None) -> Quant
     if spec.outliers:
         return OutlierQuantizer(spec)
     if spec.has_second_level:
-        return ByteMetadataQuantizer(spec, partners)
+        uniform = spec.levels == "uniform"
+        return ByteMetadataQuantizer(spec, partners) if uniform else MicroscaledQuantizer(spec)
     if spec.levels != "uniform" and spec.method == "affine":
         return CodebookQuantizer(spec)
     return PromotedQuantizer(spec, partners) if spec.promotes else QUANTIZERS[spec.method](spec)
@@ -37,11 +41,13 @@ __all__ = [
     "ByteMetadataQuantizer",
     "CodebookQuantizer",
     "InnerQuantizer",
+    "MicroscaledQuantizer",
     "OutlierQuantizer",
     "Outliers",
     "PromotedQuantizer",
     "QuantizedGroups",
     "Quantizer",
+    "TurboProdQuantizer",
     "TurboQuantizer",
     "VarianceNormalizedQuantizer",
     "along",

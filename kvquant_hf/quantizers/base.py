@@ -28,7 +28,8 @@ class QuantizedGroups:
 
     Attributes:
         codes: `[..., rows, length]`, uint8, below `2 ** nbits`.
-        scale: `[..., rows, num_groups]`, the dtype it is stored in.
+        scale: `[..., rows, num_groups]`, the dtype it is stored in; of `turboquant_prod` twice as many, the norms of
+            the residuals after the scales.
         zero_point: Like `scale`, in the units of `x / factor`; `None` for symmetric codes, whose zero point follows
             from the scale.
         factor: `[..., length]`, one number per element of a row, the same for all rows of a block: per token for keys
@@ -36,7 +37,7 @@ class QuantizedGroups:
         promoted: `[..., P]`, uint8, ascending: rows whose codes have two more bits, below `2 ** (nbits + 2)`.
         outliers: Entries that are these values, whatever their codes say.
         second_level: `[..., 1 + listed]`: what scales and zero points are relative to where these are uint8
-            (`kvquant_hf.quantizers.second_level`).
+            (`kvquant_hf.quantizers.second_level`, for `e2m1` codes `kvquant_hf.quantizers.nvfp4`).
     """
 
     codes: torch.Tensor

@@ -48,16 +48,27 @@ class CodebookQuantizer:
         valid = self._valid(rows)
         scale, zero_point = self._fit(levels, groups if range_rows is None else self._grouped(range_rows), valid)
 
+        codes = self._coded(levels, groups, scale, zero_point, feedback)
+        return QuantizedGroups(codes.flatten(-2)[..., : rows.shape[-1]], scale, zero_point)
+
+    def _coded(
+        self,
+        levels: Levels,
+        groups: torch.Tensor,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor | None,
+        feedback: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Codes of groups `[..., n]` against stored parameters `[...]`, uint8; `feedback` as for `quantize`."""
+
         def round_row(row: int, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             own_scale, own_zero = scale[:, :, :, row], row_of(zero_point, row)
             codes = _codes(levels, targets, own_scale, own_zero)
             return codes, _values(levels, codes, own_scale, own_zero)
 
         if feedback is None:
-            codes = _codes(levels, groups, scale, zero_point)
-        else:
-            codes = codes_with_feedback(groups, feedback, round_row)
-        return QuantizedGroups(codes.flatten(-2)[..., : rows.shape[-1]], scale, zero_point)
+            return _codes(levels, groups, scale, zero_point)
+        return codes_with_feedback(groups, feedback, round_row)
 
     def dequantize(self, groups: QuantizedGroups) -> torch.Tensor:
         """Values of codes, see `Quantizer.dequantize`."""

@@ -23,6 +23,7 @@ CPU = torch.device("cpu")
 TABLES = [(name, nbits) for name, widths in LEVELS_NBITS.items() for nbits in widths]
 TURBO = {"granularity": "per_token", "rotation": "hadamard", "rope": "post", "symmetric": True, "levels": "gaussian"}
 TURBO |= {"method": "turboquant", "group_size": 128}
+PROD = {"method": "turboquant_prod"}
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -322,9 +323,12 @@ CACHES = {
     },
     "fp8": {side: {"nbits": 8, "levels": "e4m3", "symmetric": True, "granularity": "per_token", "group_size": 128}
             for side in ("key", "value")},
-    "nvfp4": {side: {"levels": "e2m1", "symmetric": True, "granularity": "per_token", "group_size": 16}
-              for side in ("key", "value")},
+    "fp4": {side: {"levels": "e2m1", "symmetric": True, "granularity": "per_token", "group_size": 16}
+            for side in ("key", "value")},
+    "nvfp4": {"key": {"levels": "e2m1", "symmetric": True, "metadata_nbits": 8},
+              "value": {"levels": "e2m1", "symmetric": True, "group_size": 16, "metadata_nbits": 8}},
     "turboquant": {"key": TURBO | {"nbits": 3}, "value": TURBO | {"nbits": 2}},
+    "turboquant_prod": {"key": TURBO | PROD | {"nbits": 3}, "value": TURBO | PROD | {"nbits": 2}},
 }  # fmt: skip
 
 
@@ -382,7 +386,8 @@ def test_caches_hold_what_they_report_and_come_back_from_files(name, tmp_path):
 
 
 def test_bits_of_the_presets():
-    bits = {"turboquant4": 4.25, "turboquant3": 3.25, "turboquant2": 2.25, "fp8": 8.25, "nvfp4": 5.0}
+    bits = {"turboquant4": 4.25, "turboquant3": 3.25, "turboquant2": 2.25, "fp8": 8.25}
+    bits["nvfp4"] = 4.5 + 16 / (32 * 64)
     for name, expected in bits.items():
         config = KVQuantConfig.from_preset(name)
         assert config.nominal_bits(64) == expected
