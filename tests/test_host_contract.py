@@ -66,6 +66,8 @@ TURBO = {
     "levels": "gaussian",
 }
 
+EIGHT = [-1.0, -0.62, -0.3, -0.1, 0.05, 0.25, 0.6, 0.95]
+
 STATES = {
     "sinks-only": _fill(3),
     "window-only": _fill(30),
@@ -114,6 +116,10 @@ STATES = {
     "uneven-levels": _fill(
         100,
         settings(3, 4, key={"levels": "gaussian", "clip": "mse"}, value={"levels": "e2m1", "symmetric": True}),
+    ),
+    "listed-levels": _fill(
+        100,
+        settings(3, 2, key={"levels": EIGHT, "outliers": 0.02}, value={"levels": [-0.8, -0.2, 0.3, 1], "clip": "mse"}),
     ),
     "turboquant": _fill(100, settings(3, 2, key=TURBO, value=TURBO)),
     "lossless": _fill(100, LOSSLESS["16-bit"]),

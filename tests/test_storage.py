@@ -42,6 +42,8 @@ SPECS += [
     QuantSpec(3, "per_channel", 16, levels="gaussian", clip="mse"),
     QuantSpec(2, "per_token", 16, rotation="hadamard", symmetric=True, levels="laplace"),
     QuantSpec(4, "per_token", 16, symmetric=True, levels="e2m1"),
+    QuantSpec(2, "per_channel", 16, outliers=0.02, levels=(-0.9, -0.2, 0.3, 1.0)),
+    QuantSpec(2, "per_token", 16, rotation="hadamard", symmetric=True, clip="mse", levels=(-1.0, -0.3, 0.3, 1.0)),
     QuantSpec(3, "per_token", 128, rotation="hadamard", symmetric=True, levels="gaussian", method="turboquant"),
 ]
 SPECS += [QuantSpec(nbits=16)]
