@@ -14,8 +14,10 @@ from kvquant_hf._compat import cache_kwargs
 from kvquant_hf.analysis import calibrate_levels
 from kvquant_hf.analysis.level_samples import even_levels, group_samples, thinned
 from kvquant_hf.analysis.loss_gradients import loss_gradients
+from kvquant_hf.analysis.scalar_levels import WeightedSamples, best_levels
 from kvquant_hf.blocks import split_blocks
 from kvquant_hf.quantizers import places_of, quantizer_of
+from kvquant_hf.rotation import rotate
 
 SMALL = {"residual_length": 16, "key": {"nbits": 2, "group_size": 16}, "value": {"nbits": 3, "group_size": 16}}
 
@@ -129,8 +131,6 @@ def test_samples_are_in_the_units_of_the_groups(granularity, symmetric, rotation
     nearest = (values[:, None] - table).abs().amin(-1)
     mine = (weights.double() * nearest.double().square()).sum()
     rows, slopes = (split_blocks(part, 32, 4, None) for part in (states, gradient))
-    from kvquant_hf.rotation import rotate
-
     rows, slopes = rotate(rows, rotation), rotate(slopes, rotation)
     if granularity == "per_channel":
         rows, slopes = rows.transpose(-1, -2), slopes.transpose(-1, -2)
@@ -210,6 +210,32 @@ def test_levels_lose_less_than_even_ones_and_serve_a_cache(family, q_norm):
         for part in windows.split(23, dim=1):
             logits = model(part, **cache_kwargs(cache)).logits
     assert torch.isfinite(logits).all() and cache.quantized_length(layers[0]) >= 32
+
+
+def test_levels_are_the_best_for_the_samples_of_all_windows():
+    """Put together by hand: keys before the rotary embedding, weights, sinks left out, one layer at a time."""
+    model, windows = tiny_model("llama"), tokens(2, 105)
+    config = KVQuantConfig.from_dict(SMALL)
+    cache, found = QuantCache(model, config), calibrate_levels(model, windows, config)
+    gradients = [loss_gradients(model, window, [0, 1]) for window in windows]
+    for index, side in ((0, "key"), (1, "key"), (1, "value")):
+        rotation = cache.quantized_layer(index).rotation if side == "key" else None
+        parts = [
+            group_samples(
+                getattr(layers[index], side)[:, :, 4:100],
+                getattr(layers[index], f"{side}_gradient")[:, :, 4:100],
+                getattr(config, side),
+                16,
+                4,
+                rotation,
+            )
+            for layers in gradients
+        ]
+        samples = WeightedSamples(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+        entry, nbits = found.levels[index][side], getattr(config, side).nbits
+        assert entry.levels == tuple(best_levels(samples, 2**nbits).tolist())
+        assert entry.samples == len(samples) == 2 * 2 * 96 * 16
+        assert entry.error == pytest.approx(samples.error(torch.tensor(entry.levels, dtype=torch.float64)))
 
 
 def test_gradients_decide_the_levels():
