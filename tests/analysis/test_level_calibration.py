@@ -258,8 +258,8 @@ def test_gradients_decide_the_levels():
 
 def test_layers_of_other_settings_are_calibrated_as_they_are():
     layers = {
-        "0-1": {"key": {"nbits": 3, "rotation": "hadamard"}, "sink_length": 8},
         1: {"value": {"nbits": 16}, "residual_length": 32},
+        "0-1": {"key": {"nbits": 3, "rotation": "hadamard", "levels": "gaussian"}, "sink_length": 8},
     }
     config = KVQuantConfig.from_dict(SMALL | {"layers": layers})
     model, windows = tiny_model("llama"), tokens(1, 100)
