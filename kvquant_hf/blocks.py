@@ -5,6 +5,9 @@ from typing import Protocol
 import torch
 
 from kvquant_hf.quantizers import QuantizedGroups
+from kvquant_hf.rope import KeyRotation
+from kvquant_hf.rotation import rotate_bounded
+from kvquant_hf.spec import QuantSpec
 
 # The tensors that blocks consist of; which of them there are depends on the layout and the settings.
 PARTS = (
@@ -22,6 +25,28 @@ PARTS = (
 
 # Those of the common layout, which files hold.
 STATE_PARTS = tuple(name for name in PARTS if name != "metadata")
+
+
+def split_blocks(states: torch.Tensor, length: int, slot: int, rotation: KeyRotation | None) -> torch.Tensor:
+    """Keys or values `[B, H, n · L, D]` in blocks, `[B, H, n, L, D]`, float32.
+
+    Args:
+        states: As the model rotated them.
+        length: Tokens in a block, `L`.
+        slot: Where the first token lies in the sequence.
+        rotation: The rotary embedding to undo, or `None`.
+    """
+    blocks = states.reshape(*states.shape[:2], -1, length, states.shape[3]).float()
+    if rotation is None:
+        return blocks
+    cos, sin = rotation.block_tables(slot, blocks.shape[2], length, blocks.device)
+    return rotation.apply(blocks, cos, sin, inverse=True)
+
+
+def rows_of(blocks: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """What a quantizer gets of blocks `[B, H, n, L, D]`: rotated, and `[B, H, n, D, L]` for codes per channel."""
+    blocks = rotate_bounded(blocks, spec.rotation)
+    return blocks.transpose(-1, -2) if spec.granularity == "per_channel" else blocks
 
 
 class EncodedBlocks:

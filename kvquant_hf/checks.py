@@ -2,7 +2,9 @@
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import cast
 
 
@@ -32,6 +34,29 @@ def check_keys(name: str, mapping: object, allowed: Iterable[str]) -> None:
     for key in mapping:
         if key not in known:
             raise ValueError(f"`{name}` has no setting {key!r}; allowed are {known}.{nearest(key, known)}")
+
+
+def check_ascending(name: str, values: Sequence[object], most: float) -> tuple[float, ...]:
+    """Numbers from `-most` to `most`, each larger than the one before even when rounded to float32.
+
+    Returns:
+        The same as floats.
+
+    Raises:
+        ValueError: They are something else.
+    """
+    found = [float(v) if isinstance(v, (int, float)) and not isinstance(v, bool) else math.nan for v in values]
+    in_range = all(abs(value) <= most for value in found)  # false for NaN
+    if not in_range or any(_single(low) >= _single(high) for low, high in pairwise(found)):
+        raise ValueError(
+            f"`{name}` must be ascending numbers from {-most:g} to {most:g} that differ in float32, got {values!r}."
+        )
+    return tuple(found)
+
+
+def _single(value: float) -> float:
+    """A number rounded to float32."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
 def check_threshold(name: str, value: object) -> None:

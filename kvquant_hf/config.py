@@ -242,7 +242,7 @@ def _thaw(value: Any) -> Any:
 def _freeze(value: Any) -> Any:
     if isinstance(value, Mapping):
         return MappingProxyType({name: _freeze(item) for name, item in value.items()})
-    return value
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _check_selector(selector: object) -> None:

@@ -22,8 +22,15 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def guarded(spec: QuantSpec) -> QuantSpec:
-    """Storage of the keys of a guarded layer: 4 bits instead of 2 or 3, 8 instead of 4."""
-    return replace(spec, nbits=_WIDER.get(spec.nbits, spec.nbits))
+    """Storage of the keys of a guarded layer: 4 bits instead of 2 or 3, 8 instead of 4.
+
+    Levels that do not serve the wider codes, as no listed ones do, give way to evenly spaced ones.
+    """
+    nbits = _WIDER.get(spec.nbits, spec.nbits)
+    serves = isinstance(spec.levels, str) and nbits in spec.levels_nbits
+    if nbits == spec.nbits or serves or spec.method != "affine":
+        return replace(spec, nbits=nbits)
+    return replace(spec, nbits=nbits, levels="uniform")
 
 
 def imbalance(blocks: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from typing import Any, cast
 import torch
 
 from kvquant_hf import ops
+from kvquant_hf.blocks import split_blocks
 from kvquant_hf.guard import storage_of_keys
 from kvquant_hf.lazy import lazy_pair
 from kvquant_hf.padding import fill_row_sinks, without_padding
@@ -273,14 +274,9 @@ class QuantLayer(StoredLayer):
             encoded = ops.encode_blocks(store, states, slot, sinks, rotation)
             if encoded is not None:
                 return encoded
-        batch_size, heads, _, head_dim = states.shape
-        blocks = states.reshape(batch_size, heads, -1, length, head_dim)
         if not store.spec.is_quantized:
-            return store.encode(blocks)
-        blocks = blocks.float()
-        if rotation is not None:
-            cos, sin = rotation.block_tables(slot, blocks.shape[2], length, blocks.device)
-            blocks = rotation.apply(blocks, cos, sin, inverse=True)
+            return store.encode(states.reshape(*states.shape[:2], -1, length, states.shape[3]))
+        blocks = split_blocks(states, length, slot, rotation)
         if clean:
             return store.encode(blocks)
         fitted = without_padding(blocks, slot, cast(torch.Tensor, self._padding), sinks)

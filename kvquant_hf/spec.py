@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvquant_hf.checks import check_choice
+from kvquant_hf.checks import check_ascending, check_choice
 
 NBITS = (2, 3, 4, 8, 16)
 GROUP_SIZES = (16, 32, 64, 128)
@@ -20,6 +20,8 @@ METHODS = ("affine", "innerq", "variance_normalized", "turboquant", "turboquant_
 # Tables of levels (`kvquant_hf.quantizers.levels`) and the bits of their codes; evenly spaced levels need none.
 LEVELS_NBITS = {"gaussian": (2, 3, 4), "laplace": (2, 3, 4), "e4m3": (8,), "e5m2": (8,), "e2m1": (4,)}
 LEVELS = ("uniform", *LEVELS_NBITS)
+# Bits of codes whose levels are listed one by one, and the largest such level: a group's range is -1 to 1.
+TABLE_NBITS, TABLE_LIMIT = (2, 3, 4), 2.0
 # Methods that treat a block as a tile of tokens and channels, and store a factor along its rows.
 _TILE_METHODS = ("variance_normalized",)
 # Methods that keep norms of tokens in the Hadamard basis.
@@ -60,14 +62,18 @@ class QuantSpec:
         promoted: Share of the channels of a block that get two more bits, those of widest range (Kitty, arXiv
             2511.18643). For affine, asymmetric codes per channel; without effect on codes of 8 bits.
         outliers: Share of the entries of a block that are kept exact beside the codes and widen no range: those whose
-            absence narrows the ranges of the block most (KVQuant, arXiv 2401.18079 section 3.4). For affine codes
-            without promoted channels.
+            absence narrows the ranges of the block most (KVQuant, arXiv 2401.18079 section 3.4). For the method
+            `affine`, with levels of any kind, without promoted channels.
         metadata_nbits: Bits per scale and per zero point; 8 bits are relative to numbers that the groups of a block
             and head share (`kvquant_hf.quantizers.second_level`). For affine codes of even levels, and for symmetric
             ones of `e2m1`, whose scales are then numbers of `e4m3` (NVFP4, `kvquant_hf.quantizers.nvfp4`).
         levels: What codes stand for before scale and zero point: evenly spaced numbers (`uniform`), the levels of
             least squared error for a `gaussian` or `laplace` density (2 to 4 bits), or the numbers of a floating-point
-            format, `e4m3` and `e5m2` (8 bits), `e2m1` (4 bits). `symmetric` drops the zero point of any of them.
+            format, `e4m3` and `e5m2` (8 bits), `e2m1` (4 bits). A tuple (in YAML a list) of `2 ** nbits` ascending
+            numbers is a table of its own (2 to 4 bits), in units in which the range of a group goes from -1 to 1:
+            KVQuant's calibrated `nuq` levels (section 3.3), which `scripts/calibrate.py levels` finds. Such a table
+            belongs to the settings and is counted in no bits per value: 16 numbers a layer and side at most.
+            `symmetric` drops the zero point of any of them.
     """
 
     nbits: int = 4
@@ -81,7 +87,7 @@ class QuantSpec:
     promoted: float = 0.0
     outliers: float = 0.0
     metadata_nbits: int = 16
-    levels: str = "uniform"
+    levels: str | tuple[float, ...] = "uniform"
 
     def __post_init__(self) -> None:
         check_choice("nbits", self.nbits, NBITS)
@@ -99,11 +105,14 @@ class QuantSpec:
         check_choice("promoted", self.promoted, PROMOTED_SHARES)
         check_choice("outliers", self.outliers, OUTLIER_SHARES)
         check_choice("metadata_nbits", self.metadata_nbits, METADATA_NBITS)
-        check_choice("levels", self.levels, LEVELS)
+        if isinstance(self.levels, (list, tuple)):
+            object.__setattr__(self, "levels", check_ascending("levels", self.levels, TABLE_LIMIT))
+        else:
+            check_choice("levels", self.levels, LEVELS)
         affine: dict[str, tuple[object, ...]] = {"method": ("affine",), "levels": ("uniform",)}
         channels = {"granularity": ("per_channel",), "symmetric": (False,)}
         self._check_goes_with("promoted", 0, affine | channels)
-        self._check_goes_with("outliers", 0, affine | {"promoted": (0.0,), "nbits": NBITS[:-1]})
+        self._check_goes_with("outliers", 0, {"method": ("affine",), "promoted": (0.0,), "nbits": NBITS[:-1]})
         self._check_goes_with("metadata_nbits", 16, affine | {"levels": ("uniform", "e2m1"), "outliers": (0.0,)})
         if self.is_quantized:
             self._check_levels()
@@ -115,13 +124,30 @@ class QuantSpec:
             needs |= {"rotation": ("hadamard",), "nbits": LEVELS_NBITS["gaussian"]}
             why = f"`method={self.method!r}`"
         elif self.levels != "uniform":
-            needs = {"nbits": LEVELS_NBITS[self.levels], "method": ("affine",)}
+            needs = {"nbits": self.levels_nbits, "method": ("affine",)}
             why = f"`levels={self.levels!r}`"
             if self.metadata_nbits == 8:
                 needs, why = needs | {"symmetric": (True,)}, f"{why} and `metadata_nbits=8`"
         for name, choices in needs.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"`{name}` must be one of {choices} with {why}, got {getattr(self, name)!r}.")
+        if isinstance(self.levels, tuple) and len(self.levels) != 2**self.nbits:
+            raise ValueError(
+                f"`levels` must be one of {LEVELS} or 2 ** nbits = {2**self.nbits} numbers, got {len(self.levels)}: "
+                f"{self.levels}."
+            )
+
+    @property
+    def levels_nbits(self) -> tuple[int, ...]:
+        """Bits of codes that the levels serve."""
+        if isinstance(self.levels, tuple):
+            return TABLE_NBITS
+        return LEVELS_NBITS.get(self.levels, NBITS[:-1])
+
+    @property
+    def levels_name(self) -> str:
+        """Name of the levels, `table` for those that are listed."""
+        return self.levels if isinstance(self.levels, str) else "table"
 
     def _check_goes_with(self, setting: str, default: int, allowed: dict[str, tuple[object, ...]]) -> None:
         """Raise if a setting is not its default and another one is none of those that it goes with."""
@@ -177,7 +203,7 @@ class QuantSpec:
         if self.outliers:
             return "keys or values with `outliers`"
         if self.levels != "uniform":
-            return f"codes of uneven levels (`levels` {self.levels})"
+            return f"codes of uneven levels (`levels` {self.levels_name})"
         # A zero point of 8 bits takes tables and a list, a scale one power of two.
         if self.has_second_level and not (self.symmetric and self.granularity == "per_token"):
             return "`metadata_nbits=8` but of symmetric codes per token"
@@ -238,7 +264,7 @@ class QuantSpec:
         parts += [f"{self.promoted:.1%} of channels {self.nbits + EXTRA_BITS}-bit"] * self.promotes
         parts += [f"{self.outliers:.1%} of entries exact"] * bool(self.outliers)
         parts += [self.method] * (self.method != "affine")
-        parts += [f"{self.levels} levels"] * (self.levels != "uniform")
+        parts += [f"{self.levels_name} levels"] * (self.levels != "uniform")
         parts += ["symmetric"] * self.symmetric
         parts += [f"clip {self.clip}"] * (self.clip != "minmax")
         parts += [f"{self.metadata_nbits}-bit metadata"] * self.has_second_level

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kvquant_hf.blocks import PARTS, STATE_PARTS, BlockLayout, EncodedBlocks
+from kvquant_hf.blocks import PARTS, STATE_PARTS, BlockLayout, EncodedBlocks, rows_of
 from kvquant_hf.buffers import GROWTH_SHARE, TensorMap, with_capacity
 from kvquant_hf.packing import PlanarLayout
 from kvquant_hf.quantizers import (
@@ -95,7 +95,9 @@ class BlockStore:
         if self._quantizer is None or self.layout is None:
             return EncodedBlocks(blocks.to(self.dtype), None, None)
         groups = self._quantizer.quantize(
-            self._rows(blocks), None if range_blocks is None else self._rows(range_blocks), self.feedback
+            rows_of(blocks, self.spec),
+            None if range_blocks is None else rows_of(range_blocks, self.spec),
+            self.feedback,
         )
         return self._encoded(groups)
 
@@ -117,10 +119,6 @@ class BlockStore:
         return EncodedBlocks(
             packed, *parameters, None, groups.factor, extra, groups.promoted, places, exact, groups.second_level
         )
-
-    def _rows(self, blocks: torch.Tensor) -> torch.Tensor:
-        blocks = rotate_bounded(blocks, self.spec.rotation)
-        return blocks.transpose(-1, -2) if self.spec.granularity == "per_channel" else blocks
 
     def append(self, encoded: "EncodedBlocks", spare: bool = True) -> None:
         """Store encoded blocks after those present.

@@ -6,10 +6,13 @@
     python scripts/calibrate.py budget --model DIR --kl 0.01 --text wiki.test.raw --windows 4 --context 1024
     python scripts/calibrate.py budget --model DIR --key-kl 0.02 --value-error 0.1 --text wiki.test.raw
     python scripts/calibrate.py budget --model DIR --bytes 40e6 --context-length 4096 --text wiki.test.raw
+    python scripts/calibrate.py levels --model prepared:smollm2-135m --quant kvquant3 --q-norm \
+        --text data/pride_and_prejudice_17_chapters.txt
 
 `budget` finds the settings of each layer's keys and values that meet an error with the least size, or a size with the
-least error, see docs/budgets.md. It writes preset.yaml, which QuantCache takes, report.md (opens with the plot),
-report.json and the plots as PNG and SVG. Repeat a command after an interruption and it goes on where it stopped.
+least error, see docs/budgets.md. `levels` finds what the codes of each layer's keys and values should stand for
+(KVQuant), see docs/levels.md. Both write preset.yaml, which QuantCache takes, report.md (opens with the plot),
+report.json and the plots as PNG and SVG. Repeat `budget` after an interruption and it goes on where it stopped.
 """
 
 import argparse
@@ -18,26 +21,39 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 from transformers.utils import logging
 
 from kvquant_hf import KVQuantConfig
-from kvquant_hf.analysis import Budget, Device, Meter, calibrate, default_candidates, load_candidates
+from kvquant_hf.analysis import (
+    Budget,
+    Device,
+    Meter,
+    calibrate,
+    calibrate_levels,
+    default_candidates,
+    load_candidates,
+)
 from kvquant_hf.analysis.budget_markdown import PRESET, Source
 from kvquant_hf.analysis.budget_report import write_budget_report
+from kvquant_hf.analysis.candidates import SIDES
+from kvquant_hf.analysis.level_report import LevelSource, mean_ratio, write_level_report
 from kvquant_hf.analysis.run import load_inputs, open_store, text_facts
-from kvquant_hf.eval import Protocol
+from kvquant_hf.eval import Protocol, parse_quant
 from kvquant_hf.eval.models import model_name, resolve_model
+from kvquant_hf.spec import TABLE_NBITS
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_budget(commands.add_parser("budget", help="settings by layer that meet an error or a size"))
+    add_levels(commands.add_parser("levels", help="what codes stand for, by layer"))
     return parser.parse_args(arguments)
 
 
-def add_common(parser: argparse.ArgumentParser, prefill: int) -> None:
-    """Options of every command: model, text, how it is fed, where it runs."""
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Options of every command: model, text, where it runs."""
     parser.add_argument("--model", required=True, metavar="NAME", help="directory, hub id or prepared:NAME")
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 text or raw WikiText split")
     parser.add_argument(
@@ -45,9 +61,6 @@ def add_common(parser: argparse.ArgumentParser, prefill: int) -> None:
     )
     parser.add_argument("--windows", type=int, default=2, help="windows of the text (default %(default)s)")
     parser.add_argument("--context", type=int, default=512, help="tokens of a window (default %(default)s)")
-    parser.add_argument("--prefill", type=int, default=prefill, help="tokens fed at once first (default %(default)s)")
-    parser.add_argument("--step", type=int, default=64, help="tokens of each later piece (default %(default)s)")
-    parser.add_argument("--queries", type=int, default=128, help="attention of the last so many queries of a window")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1: safe on a shared machine)")
@@ -66,7 +79,10 @@ def whole(text: str) -> int:
 
 
 def add_budget(parser: argparse.ArgumentParser) -> None:
-    add_common(parser, prefill=384)
+    add_common(parser)
+    parser.add_argument("--prefill", type=int, default=384, help="tokens fed at once first (default %(default)s)")
+    parser.add_argument("--step", type=int, default=64, help="tokens of each later piece (default %(default)s)")
+    parser.add_argument("--queries", type=int, default=128, help="attention of the last so many queries of a window")
     limits = parser.add_argument_group(
         "budget, exactly one", "an error with the least size, or a size with the least error"
     )
@@ -100,8 +116,7 @@ def run_budget(options: argparse.Namespace) -> int:
     protocol = Protocol(options.context, options.prefill, options.step)
     frame = KVQuantConfig(residual_length=options.residual, sink_length=options.sinks)
     candidates = load_candidates(options.candidates) if options.candidates else default_candidates()
-    if options.windows < 1:
-        raise ValueError(f"`--windows` must be an integer >= 1, got {options.windows}.")
+    check_windows(options)
     if options.held_out < 0:
         raise ValueError(f"`--held-out` must be an integer >= 0, got {options.held_out}.")
     name = model_name(resolve_model(options.model))
@@ -134,7 +149,57 @@ def run_budget(options: argparse.Namespace) -> int:
     return 0
 
 
+# ---- levels --------------------------------------------------------------------------------------------------------
+
+
+def add_levels(parser: argparse.ArgumentParser) -> None:
+    add_common(parser)
+    parser.add_argument(
+        "--quant",
+        default="kvquant3",
+        metavar="PRESET",
+        help="preset or YAML file with all other settings, [,setting=value…] (default %(default)s)",
+    )
+    parser.add_argument("--nbits", type=int, choices=TABLE_NBITS, help="bits of codes (default: those of --quant)")
+    parser.add_argument("--q-norm", action="store_true", help="levels that keep mean and standard deviation")
+    parser.add_argument(
+        "--unweighted", action="store_true", help="leave out the gradients of the loss, for comparison"
+    )
+    parser.set_defaults(run=run_levels)
+
+
+def run_levels(options: argparse.Namespace) -> int:
+    check_windows(options)
+    quant = options.quant
+    if options.nbits is not None:
+        quant += f",key.nbits={options.nbits},value.nbits={options.nbits}"
+    config = parse_quant(quant)
+    name = model_name(resolve_model(options.model))
+    output = options.output_path or Path("out") / f"levels-{name}"
+    device = Device(options.dtype, options.device)
+    _, model, windows = load_inputs(
+        options.model, device, options.text, options.start, options.context, options.windows
+    )
+    with tqdm(total=len(windows), unit="window", disable=None) as bar:
+        found = calibrate_levels(model, windows, config, options.q_norm, not options.unweighted, bar.update)
+    text = text_facts(options.text, options.start, options.windows)
+    base, comma, rest = quant.partition(",")
+    source = LevelSource(name, Path(base).name + comma + rest, options.context, text, device)
+    report = write_level_report(found, source, output)
+    for side in SIDES:
+        even, gaussian = (mean_ratio(found, side, name) for name in ("even_error", "gaussian_error"))
+        if even is not None and gaussian is not None:
+            print(f"{side}s: weighted error {even:.3f} of evenly spaced levels', {gaussian:.3f} of Gaussian ones'")
+    print(f"Report: {report}; settings: {output / PRESET}", file=sys.stderr)
+    return 0
+
+
 # ---- the rest ------------------------------------------------------------------------------------------------------
+
+
+def check_windows(options: argparse.Namespace) -> None:
+    if options.windows < 1:
+        raise ValueError(f"`--windows` must be an integer >= 1, got {options.windows}.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,7 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = options.run(options)
     except KeyboardInterrupt:
-        print("calibrate.py: interrupted; the same command goes on where it stopped.", file=sys.stderr)
+        on = "; the same command goes on where it stopped" if options.command == "budget" else ""
+        print(f"calibrate.py: interrupted{on}.", file=sys.stderr)
         return 130
     except (ValueError, ImportError, OSError) as error:
         print(f"calibrate.py: {error}", file=sys.stderr)

@@ -109,9 +109,13 @@ CUSTOM = KVQuantConfig(
     residual_length=64,
     layers={0: {"key": {"nbits": 8}}, -1: {"residual_length": 256}, "2-3": {"value": {"nbits": 4}}},
 )
+LISTED = KVQuantConfig(
+    key=QuantSpec(nbits=2, levels=(-1.0, -0.1234567890123, 1e-05, 1)),
+    layers={0: {"key": {"levels": [-1, 0, 0.5, 1]}}, 1: {"key": {"nbits": 3, "levels": "gaussian"}}},
+)
 
 
-@pytest.mark.parametrize("config", [*map(KVQuantConfig.from_preset, PRESETS), CUSTOM])
+@pytest.mark.parametrize("config", [*map(KVQuantConfig.from_preset, PRESETS), CUSTOM, LISTED])
 def test_round_trips(config, tmp_path):
     assert KVQuantConfig.from_dict(config.to_dict()) == config
     config.to_yaml(tmp_path / "c.yaml")

@@ -68,6 +68,7 @@ TURBO = {
 
 PROD = {"method": "turboquant_prod"}
 NVFP4 = {"levels": "e2m1", "symmetric": True, "metadata_nbits": 8}
+EIGHT = [-1.0, -0.62, -0.3, -0.1, 0.05, 0.25, 0.6, 0.95]
 
 STATES = {
     "sinks-only": _fill(3),
@@ -117,6 +118,10 @@ STATES = {
     "uneven-levels": _fill(
         100,
         settings(3, 4, key={"levels": "gaussian", "clip": "mse"}, value={"levels": "e2m1", "symmetric": True}),
+    ),
+    "listed-levels": _fill(
+        100,
+        settings(3, 2, key={"levels": EIGHT, "outliers": 0.02}, value={"levels": [-0.8, -0.2, 0.3, 1], "clip": "mse"}),
     ),
     "turboquant": _fill(100, settings(3, 2, key=TURBO, value=TURBO)),
     "turboquant-prod": _fill(100, settings(3, 2, key=TURBO | PROD, value=TURBO | PROD)),

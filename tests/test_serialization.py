@@ -24,6 +24,11 @@ SETTINGS = {
     "nvfp4": {"residual_length": 16},
     "factors": {"residual_length": 16} | {side: {"method": "variance_normalized"} for side in ("key", "value")},
     "outliers": {"residual_length": 16} | {side: {"outliers": 0.01} for side in ("key", "value")},
+    "levels": {
+        "residual_length": 16,
+        "key": {"nbits": 2, "levels": [-1, -0.25, 0.3, 0.9], "outliers": 0.01},
+        "layers": {1: {"key": {"levels": [-0.9, -0.3, 0.2, 1]}, "value": {"nbits": 2, "levels": [-1, -0.5, 0.5, 1]}}},
+    },
     "innerq3": {"residual_length": 0, "sink_length": 0},
 }
 

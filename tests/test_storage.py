@@ -44,6 +44,8 @@ SPECS += [
     QuantSpec(4, "per_token", 16, symmetric=True, levels="e2m1"),
     QuantSpec(4, "per_token", 16, symmetric=True, levels="e2m1", metadata_nbits=8),
     QuantSpec(4, "per_channel", 16, symmetric=True, levels="e2m1", metadata_nbits=8, clip="mse"),
+    QuantSpec(2, "per_channel", 16, outliers=0.02, levels=(-0.9, -0.2, 0.3, 1.0)),
+    QuantSpec(2, "per_token", 16, rotation="hadamard", symmetric=True, clip="mse", levels=(-1.0, -0.3, 0.3, 1.0)),
     QuantSpec(3, "per_token", 128, rotation="hadamard", symmetric=True, levels="gaussian", method="turboquant"),
     QuantSpec(3, "per_token", 128, rotation="hadamard", symmetric=True, levels="gaussian", method="turboquant_prod"),
     QuantSpec(2, "per_token", 16, rotation="hadamard", symmetric=True, levels="gaussian", method="turboquant_prod"),

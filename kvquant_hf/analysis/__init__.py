@@ -1,4 +1,4 @@
-"""Where quantization error enters attention, ablations that test published findings, and budgets of error or size."""
+"""Where quantization error enters attention, tests of published findings, budgets, levels by layer."""
 
 from kvquant_hf.analysis.ablation import Ablation, load_ablation
 from kvquant_hf.analysis.attention_error import FACTS_NAME, analyze_window
@@ -6,6 +6,7 @@ from kvquant_hf.analysis.budget import Budget
 from kvquant_hf.analysis.calibration import Calibration, calibrate
 from kvquant_hf.analysis.candidates import Candidates, default_candidates, load_candidates
 from kvquant_hf.analysis.claims import Claim, Verdict, judge, verdict_lines
+from kvquant_hf.analysis.level_calibration import LevelCalibration, SideLevels, calibrate_levels
 from kvquant_hf.analysis.measures import ERRORS, FACTS, HeadSums, Measure
 from kvquant_hf.analysis.meter import Meter
 from kvquant_hf.analysis.run import Device, Measured, measure
@@ -23,12 +24,15 @@ __all__ = [
     "Device",
     "HeadSums",
     "LayerActivations",
+    "LevelCalibration",
     "Measure",
     "Measured",
     "Meter",
+    "SideLevels",
     "Verdict",
     "analyze_window",
     "calibrate",
+    "calibrate_levels",
     "capture",
     "default_candidates",
     "judge",

@@ -28,7 +28,7 @@ def allocation_config(frame: KVQuantConfig, specs: Mapping[int, tuple[QuantSpec,
     (key, value), _ = Counter(specs.values()).most_common(1)[0]
     layers: dict[int | str, Mapping[str, Any]] = {}
     run: list[int] = []
-    changes = {index: _changes(key, value, *pair) for index, pair in specs.items()}
+    changes = {index: changes_between(key, value, *pair) for index, pair in specs.items()}
     for index in sorted(changes):
         if run and (index != run[-1] + 1 or changes[index] != changes[run[0]]):
             layers |= _entry(run, changes[run[0]])
@@ -39,7 +39,10 @@ def allocation_config(frame: KVQuantConfig, specs: Mapping[int, tuple[QuantSpec,
     return frame.replace(key=key, value=value, layers=layers)
 
 
-def _changes(key: QuantSpec, value: QuantSpec, new_key: QuantSpec, new_value: QuantSpec) -> dict[str, dict[str, Any]]:
+def changes_between(
+    key: QuantSpec, value: QuantSpec, new_key: QuantSpec, new_value: QuantSpec
+) -> dict[str, dict[str, Any]]:
+    """What an exception must say of each side where other settings than the common ones hold."""
     found = {}
     for side, old, new in (("key", key, new_key), ("value", value, new_value)):
         before, after = asdict(old), asdict(new)

@@ -33,10 +33,33 @@ class AffineQuantizer:
         self, rows: torch.Tensor, range_rows: torch.Tensor | None = None, feedback: torch.Tensor | None = None
     ) -> QuantizedGroups:
         """Codes of rows, see `Quantizer.quantize`."""
-        groups = self.grouped(rows)
-        scale, zero_point = self.fit(groups if range_rows is None else self.grouped(range_rows))
-        codes = self.codes_up_to(self.levels, groups, scale, zero_point, feedback)
-        return QuantizedGroups(codes.flatten(-2)[..., : rows.shape[-1]], scale, zero_point)
+        scale, zero_point = self.fit_rows(rows if range_rows is None else range_rows)
+        return QuantizedGroups(self.codes_of_rows(rows, scale, zero_point, feedback), scale, zero_point)
+
+    def fit_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scales and zero points `[..., num_groups]` of rows `[..., length]`, as they are stored."""
+        return self.fit(self.grouped(rows))
+
+    def codes_of_rows(
+        self,
+        rows: torch.Tensor,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor | None,
+        feedback: torch.Tensor | None = None,
+        exact: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Codes of rows `[..., length]` against stored parameters `[..., num_groups]`, uint8.
+
+        Args:
+            rows: What to round, float32.
+            scale: Stored scales.
+            zero_point: Likewise.
+            feedback: See `Quantizer.quantize`.
+            exact: Like `rows`, bool: entries whose codes nobody reads, so that they have no error to feed back.
+        """
+        unread = None if exact is None else self.grouped(exact)
+        codes = self.codes_up_to(self.levels, self.grouped(rows), scale, zero_point, feedback, unread)
+        return codes.flatten(-2)[..., : rows.shape[-1]]
 
     def fit(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scales and zero points `[...]` of groups `[..., n]`, as they are stored."""

@@ -24,11 +24,12 @@ class CodebookQuantizer:
     """Codes of unevenly spaced levels, those of `QuantSpec.levels`.
 
     Asymmetric codes have the middle of the group's range as zero point, symmetric ones have none. The scale brings the
-    range to that of the table (FP8: the largest magnitude over 448). With `clip="mse"` a share of the range, about its
-    middle or about the mean, takes its place where that has less squared error. Within the full range a number is off
-    by at most half the widest gap between levels, times the scale (a float16 scale adds one part in 2048 of the
-    range). A constant group comes back exactly if its number is a float16 and codes are asymmetric, to float16
-    precision if they are symmetric.
+    range to that of the table (FP8: the largest magnitude over 448), to -1 and 1 for levels that are listed. With
+    `clip="mse"` a share of the range, about its middle or about the mean, takes its place where that has less squared
+    error. Within the full range a number is off by at most half the widest gap between levels, or by the way from the
+    end of the range to the outermost level where that is longer, times the scale (a float16 scale adds one part in
+    2048 of the range). A constant group comes back exactly if its number is a float16 and codes are asymmetric; if
+    they are symmetric, to float16 precision where the table reaches as far as the range.
 
     Parameters are float16; those of a group that needs it are float32, whatever its neighbours are.
     """
@@ -43,13 +44,26 @@ class CodebookQuantizer:
         self, rows: torch.Tensor, range_rows: torch.Tensor | None = None, feedback: torch.Tensor | None = None
     ) -> QuantizedGroups:
         """Codes of rows, see `Quantizer.quantize`."""
-        levels = levels_of(self.name, self.nbits, rows.device)
-        groups = self._grouped(rows)
-        valid = self._valid(rows)
-        scale, zero_point = self._fit(levels, groups if range_rows is None else self._grouped(range_rows), valid)
+        scale, zero_point = self.fit_rows(rows if range_rows is None else range_rows)
+        return QuantizedGroups(self.codes_of_rows(rows, scale, zero_point, feedback), scale, zero_point)
 
-        codes = self._coded(levels, groups, scale, zero_point, feedback)
-        return QuantizedGroups(codes.flatten(-2)[..., : rows.shape[-1]], scale, zero_point)
+    def fit_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scales and zero points `[..., num_groups]` of rows `[..., length]`, as they are stored."""
+        return self._fit(levels_of(self.name, self.nbits, rows.device), self._grouped(rows), self._valid(rows))
+
+    def codes_of_rows(
+        self,
+        rows: torch.Tensor,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor | None,
+        feedback: torch.Tensor | None = None,
+        exact: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Codes of rows against stored parameters, see `AffineQuantizer.codes_of_rows`."""
+        levels = levels_of(self.name, self.nbits, rows.device)
+        marked = None if exact is None else self._grouped(exact)
+        codes = self._coded(levels, self._grouped(rows), scale, zero_point, feedback, marked)
+        return codes.flatten(-2)[..., : rows.shape[-1]]
 
     def _coded(
         self,
@@ -58,17 +72,18 @@ class CodebookQuantizer:
         scale: torch.Tensor,
         zero_point: torch.Tensor | None,
         feedback: torch.Tensor | None,
+        exact: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Codes of groups `[..., n]` against stored parameters `[...]`, uint8; `feedback` as for `quantize`."""
+        """Codes of groups `[..., n]` against stored parameters `[...]`, uint8; see `AffineQuantizer.codes_up_to`."""
+        if feedback is None:
+            return _codes(levels, groups, scale, zero_point)
 
         def round_row(row: int, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             own_scale, own_zero = scale[:, :, :, row], row_of(zero_point, row)
             codes = _codes(levels, targets, own_scale, own_zero)
             return codes, _values(levels, codes, own_scale, own_zero)
 
-        if feedback is None:
-            return _codes(levels, groups, scale, zero_point)
-        return codes_with_feedback(groups, feedback, round_row)
+        return codes_with_feedback(groups, feedback, round_row, exact)
 
     def dequantize(self, groups: QuantizedGroups) -> torch.Tensor:
         """Values of codes, see `Quantizer.dequantize`."""

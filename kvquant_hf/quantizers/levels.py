@@ -68,19 +68,21 @@ class Levels:
         return self.table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
-def levels_of(name: str, nbits: int, device: torch.device) -> Levels:
+def levels_of(name: str | tuple[float, ...], nbits: int, device: torch.device) -> Levels:
     """The table of a setting of `QuantSpec.levels`, on a device."""
     with torch.inference_mode(False):  # shared by later calls in any mode
         return _on_device(name, nbits, device)
 
 
 @cache
-def _on_device(name: str, nbits: int, device: torch.device) -> Levels:
-    return _named(name, nbits).to(device)
+def _on_device(name: str | tuple[float, ...], nbits: int, device: torch.device) -> Levels:
+    return _on_cpu(name, nbits).to(device)
 
 
 @cache
-def _named(name: str, nbits: int) -> Levels:
+def _on_cpu(name: str | tuple[float, ...], nbits: int) -> Levels:
+    if isinstance(name, tuple):
+        return Levels.of(torch.tensor(name), reach=1.0)
     if name in _DENSITIES:
         half = _lloyd_max(_DENSITIES[name], 2 ** (nbits - 1))
         return Levels.of(torch.tensor([-level for level in reversed(half)] + half))

@@ -4,6 +4,7 @@ import torch
 
 from kvquant_hf.quantizers.affine import AffineQuantizer
 from kvquant_hf.quantizers.base import Outliers, QuantizedGroups
+from kvquant_hf.quantizers.codebook import CodebookQuantizer
 from kvquant_hf.spec import QuantSpec
 
 # A group gives up at most this part of its entries, one in so many.
@@ -14,7 +15,7 @@ _SHORT_PLACES = 2**16
 
 
 class OutlierQuantizer:
-    """Affine codes beside a fixed number of entries of each block that are stored as they are.
+    """Codes, of even or uneven levels, beside a fixed number of entries of each block that are stored as they are.
 
     KVQuant (arXiv 2401.18079, section 3.4) keeps the numerical outliers of every channel of keys and every token of
     values apart, one entry in a hundred, and fits ranges to the rest. Here they are found block by block, at no
@@ -25,7 +26,8 @@ class OutlierQuantizer:
     entries of the block alone, and on their order only where two of them are equal.
 
     An outlier is off by its rounding to float16 only: 2^-11 of its size, or 2^-25. Blocks with outliers above 65,504,
-    or none above 2^-14, have float32 ones. All other entries are within half a step of the range that is left.
+    or none above 2^-14, have float32 ones. All other entries are as `AffineQuantizer` or `CodebookQuantizer` have them
+    in the range that is left.
 
     Args:
         spec: Settings; `spec.outliers` is the share.
@@ -33,7 +35,7 @@ class OutlierQuantizer:
 
     def __init__(self, spec: QuantSpec) -> None:
         self._spec = spec
-        self._plain = AffineQuantizer(spec)
+        self._plain = AffineQuantizer(spec) if spec.levels == "uniform" else CodebookQuantizer(spec)
 
     def quantize(
         self, rows: torch.Tensor, range_rows: torch.Tensor | None = None, feedback: torch.Tensor | None = None
@@ -45,11 +47,9 @@ class OutlierQuantizer:
         exact, nearest = self._split(finite, self._spec.num_outliers(entries))
         places = exact.flatten(-2).nonzero()[:, -1].view(*rows.shape[:-2], -1)
         outliers = Outliers(_stored_places(places, entries), _stored_values(rows.flatten(-2).gather(-1, places)))
-        scale, zero_point = plain.fit(plain.grouped(torch.where(exact, nearest, fitted)))
-        groups = plain.grouped(torch.where(exact, nearest, rows))
-        unread = None if feedback is None else plain.grouped(exact)
-        codes = plain.codes_up_to(plain.levels, groups, scale, zero_point, feedback, unread)
-        return QuantizedGroups(codes.flatten(-2)[..., : rows.shape[-1]], scale, zero_point, outliers=outliers)
+        scale, zero_point = plain.fit_rows(torch.where(exact, nearest, fitted))
+        codes = plain.codes_of_rows(torch.where(exact, nearest, rows), scale, zero_point, feedback, exact)
+        return QuantizedGroups(codes, scale, zero_point, outliers=outliers)
 
     def dequantize(self, groups: QuantizedGroups) -> torch.Tensor:
         """Values of codes, see `Quantizer.dequantize`."""

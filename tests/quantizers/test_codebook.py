@@ -24,6 +24,7 @@ TABLES = [(name, nbits) for name, widths in LEVELS_NBITS.items() for nbits in wi
 TURBO = {"granularity": "per_token", "rotation": "hadamard", "rope": "post", "symmetric": True, "levels": "gaussian"}
 TURBO |= {"method": "turboquant", "group_size": 128}
 PROD = {"method": "turboquant_prod"}
+LISTED = (-1.0, -0.62, -0.3, -0.1, 0.05, 0.25, 0.6, 1.0)
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -210,6 +211,7 @@ def test_constant_groups_of_a_half_type_come_back(clip, name, nbits, dtype, valu
 
 SIDES = [
     *(spec_of(name, nbits, symmetric=symmetric) for name, nbits in TABLES for symmetric in (False, True)),
+    *(QuantSpec(nbits=3, levels=LISTED, symmetric=symmetric) for symmetric in (False, True)),
     *(QuantSpec(**TURBO | {"nbits": nbits}) for nbits in (2, 3, 4)),
 ]
 
@@ -329,6 +331,10 @@ CACHES = {
               "value": {"levels": "e2m1", "symmetric": True, "group_size": 16, "metadata_nbits": 8}},
     "turboquant": {"key": TURBO | {"nbits": 3}, "value": TURBO | {"nbits": 2}},
     "turboquant_prod": {"key": TURBO | PROD | {"nbits": 3}, "value": TURBO | PROD | {"nbits": 2}},
+    "listed": {
+        "key": {"nbits": 3, "levels": LISTED, "group_size": 16},
+        "value": {"nbits": 2, "levels": [-0.9, -0.2, 0.3, 1.1], "group_size": 16, "clip": "mse"},
+    },
 }  # fmt: skip
 
 
@@ -376,7 +382,7 @@ def test_caches_hold_what_they_report_and_come_back_from_files(name, tmp_path):
     assert report.quantized_tokens >= 32
     assert report.bits_per_value_quantized == pytest.approx(config.nominal_bits(model.config.head_dim))
     assert_reported_bytes(cache)
-    assert (report.zero_points > 0) == (name == "gaussian")
+    assert (report.zero_points > 0) == (name in ("gaussian", "listed"))
     cache.save(tmp_path)
     back = QuantCache.load(tmp_path, model.config)
     assert back.quant_config == config
