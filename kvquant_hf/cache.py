@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from kvquant_hf import _compat
 from kvquant_hf.config import KVQuantConfig
+from kvquant_hf.guard import guarded
 from kvquant_hf.layer import QuantLayer
 from kvquant_hf.memory import MemoryReport, report_of
 from kvquant_hf.misuse import check_generate_call, check_positions, longrope_switch, warn_before_switch
@@ -88,6 +89,8 @@ class QuantCache(Cache):
         self._whole_heads = {i: rotations[i].num_heads for i in self._quant_layers}
         for i in self._quant_layers:
             layer_config = self.quant_config.for_layer(i, len(layers), self.layer_types[i])
+            if layer_config.outlier_guard is not None:
+                guarded(layer_config.key)  # refuses what it cannot widen before there is anything to lose
             feedback = self._feedback(i, layer_config.key)
             layers[i] = QuantLayer(
                 layer_config, rotations[i].rotation, rotations[i].reason, feedback, self._whole_heads[i]

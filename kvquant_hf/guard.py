@@ -13,7 +13,7 @@ from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.padding import without_padding
 from kvquant_hf.rope import KeyRotation
 from kvquant_hf.rotation import rotate_bounded
-from kvquant_hf.spec import QuantSpec
+from kvquant_hf.spec import NORM_METHODS, QuantSpec
 
 # Bits of a code, plain and guarded.
 _WIDER = {2: 4, 3: 4, 4: 8}
@@ -25,8 +25,16 @@ def guarded(spec: QuantSpec) -> QuantSpec:
     """Storage of the keys of a guarded layer: 4 bits instead of 2 or 3, 8 instead of 4.
 
     Levels that do not serve the wider codes, as no listed ones do, give way to evenly spaced ones.
+
+    Raises:
+        ValueError: The method has no wider codes.
     """
     nbits = _WIDER.get(spec.nbits, spec.nbits)
+    if nbits == 8 != spec.nbits and spec.method in NORM_METHODS:
+        raise ValueError(
+            f"`outlier_guard` must be None for keys of {spec.nbits} bits with `method={spec.method!r}`, which has no "
+            f"wider codes."
+        )
     serves = isinstance(spec.levels, str) and nbits in spec.levels_nbits
     if nbits == spec.nbits or serves or spec.method != "affine":
         return replace(spec, nbits=nbits)

@@ -25,7 +25,7 @@ TABLE_NBITS, TABLE_LIMIT = (2, 3, 4), 2.0
 # Methods that treat a block as a tile of tokens and channels, and store a factor along its rows.
 _TILE_METHODS = ("variance_normalized",)
 # Methods that keep norms of tokens in the Hadamard basis.
-_NORM_METHODS = ("turboquant", "turboquant_prod")
+NORM_METHODS = ("turboquant", "turboquant_prod")
 # Tokens that share the factors of InnerQ's keys, at most, and in groups: 16 bits a channel, spread over them.
 _INNER_TOKENS, _INNER_GROUPS = 128, 4
 
@@ -119,7 +119,7 @@ class QuantSpec:
 
     def _check_levels(self) -> None:
         needs: dict[str, tuple[object, ...]] = {}
-        if self.method in _NORM_METHODS:
+        if self.method in NORM_METHODS:
             needs = {"levels": ("gaussian",), "granularity": ("per_token",), "symmetric": (True,)}
             needs |= {"rotation": ("hadamard",), "nbits": LEVELS_NBITS["gaussian"]}
             why = f"`method={self.method!r}`"

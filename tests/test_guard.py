@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import HEAD_DIM, tiny_model
 
-from kvquant_hf import KVQuantConfig, MemoryReport, QuantCache, QuantSpec
+from kvquant_hf import KVQuantConfig, MemoryReport, QuantCache, QuantSpec, list_presets
 from kvquant_hf.eval import parse_quant
 from kvquant_hf.guard import guarded, imbalance
 from kvquant_hf.layer_state import layer_state
@@ -101,6 +101,22 @@ def test_guarded_storage_has_more_bits_and_nothing_else(nbits, wider):
     if nbits < 8:
         promoted = guarded(QuantSpec(nbits=nbits, promoted=0.25))
         assert promoted == QuantSpec(nbits=wider, promoted=0.25)
+
+
+@pytest.mark.parametrize("preset", sorted(set(list_presets()) - {"turboquant4"}))
+def test_every_preset_can_be_guarded(model, preset):
+    config = KVQuantConfig.from_preset(preset).replace(outlier_guard=1.0)
+    cache = QuantCache(model.config, config)
+    wider = guarded(config.key)
+    assert wider.nbits == {2: 4, 3: 4, 4: 8}.get(config.key.nbits, config.key.nbits)
+    cache.update(*wide_keys(300), 0)
+    assert config.key.nbits >= 8 or (cache.guarded_layers == (0,) and cache.quantized_layer(0).key_spec == wider)
+
+
+def test_keys_without_wider_codes_are_refused_before_there_is_anything_to_lose(model):
+    with pytest.raises(ValueError, match=r"`outlier_guard` must be None for keys of 4 bits with `method='turbo"):
+        QuantCache(model.config, "turboquant4", outlier_guard=6)
+    assert QuantCache(model.config, "turboquant4", layers={0: {"key": {"nbits": 3}, "outlier_guard": 6}})
 
 
 # ---------------------------------------------------------------- the decision
