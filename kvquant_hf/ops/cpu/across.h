@@ -101,7 +101,7 @@ static __attribute__((noinline)) void score_codes(const Args &a, State &st, cons
 #endif
 
 #if VB != 16 && VX
-// Values per channel: a row of codes is a channel of a block, and its product with the weights of the tokens joins the sum.
+// Values per channel: a row of codes is a channel of a block; its product with the weights of the tokens joins the sum.
 static __attribute__((noinline)) void sum_codes(const Args &a, State &st, const uint8_t *v, int64_t meta0,
                                                 [[maybe_unused]] int64_t factors, int64_t, int64_t n, int tokens) {
   const Levels<VB, VT> levels(a.vlevels);

@@ -1,6 +1,6 @@
 // Decode attention over packed keys and values: dequantize, rotate, score, softmax and sum in one pass.
 //
-// `decode.h` says what it is compiled for; the legend is there.
+// See decode.h for what it is compiled for and for a legend.
 #include <atomic>
 #include "across.h"
 #include "outliers.h"
@@ -366,7 +366,8 @@ static void block_part(const Args &a, int b, int h, int64_t row, int64_t n0, int
     for (int j = 0; j < blocks; j++) {
       int64_t next = n + j + 1 < n1 ? n + j + 1 : n;
       expect_parameters(a, kmeta, vmeta, next);
-      score_codes(a, st, (const uint8_t *)k, kmeta, kfactors, extra, promoted, n + j, j * L, {k + next * D * L * KB / 8, v + next * L * DV * VB / 8});
+      score_codes(a, st, (const uint8_t *)k, kmeta, kfactors, extra, promoted, n + j, j * L,
+                  {k + next * D * L * KB / 8, v + next * L * DV * VB / 8});
 #if KO
       score_outliers(a, st, b, h, (const uint8_t *)k, kmeta, n + j, j * L);
 #endif

@@ -8,7 +8,7 @@ template <int COUNT> struct Differences {
   int row[COUNT], element[COUNT];
   float by[COUNT];
 
-  // `codes`, `n`: those of the block; `at` and `meta0`: place of the first outlier and parameters of block 0.
+  // `codes`: those of block `n`. `places`, `values`, `meta0`: where outliers and parameters of block 0 begin.
   template <int B, int S, int ROWS, int LEN, int G>
   INLINED void read(const Sparse &sparse, int64_t places, int64_t values, const uint8_t *codes, const float *levels,
                     const char *scales, const char *zeros, bool wide, int64_t meta0, int64_t n) {
@@ -33,10 +33,10 @@ template <int COUNT> struct Differences {
 #endif
 
 #if KO
-// The outliers of block `n` join its scores: a key that is off by x in channel c of the token at offset t adds the product
-// of x with the query turned back by that offset, at c.
-static __attribute__((noinline)) void score_outliers(const Args &a, State &st, int b, int h, const uint8_t *k, int64_t meta0,
-                                                     int64_t n, int first) {
+// The outliers of block `n` join its scores: a key that is off by x in channel c of the token at offset t adds the
+// product of x with the query turned back by that offset, at c.
+static __attribute__((noinline)) void score_outliers(const Args &a, State &st, int b, int h, const uint8_t *k,
+                                                     int64_t meta0, int64_t n, int first) {
   const Sparse &sparse = a.koutliers;
   Differences<KO> off;
   off.read<KB, KT, KROWS, KLEN, GK>(sparse, b * sparse.pb + h * sparse.ph, b * sparse.vb + h * sparse.vh,
@@ -76,8 +76,8 @@ static __attribute__((noinline)) void score_outliers(const Args &a, State &st, i
 
 #if VO
 // The outliers of the blocks of a tile join the sums, times the weights of their tokens.
-static __attribute__((noinline)) void sum_outliers(const Args &a, State &st, int b, int h, const uint8_t *v, int64_t meta0,
-                                                   int64_t n, int tokens) {
+static __attribute__((noinline)) void sum_outliers(const Args &a, State &st, int b, int h, const uint8_t *v,
+                                                   int64_t meta0, int64_t n, int tokens) {
   const Sparse &sparse = a.voutliers;
   for (int t0 = 0; t0 < tokens; t0 += L, n++) {
     Differences<VO> off;
