@@ -8,7 +8,7 @@ import torch
 from _backends import no_fallback
 from torch.nn import functional as F
 
-from kvquant_hf import KVQuantConfig
+from kvquant_hf import KVQuantConfig, QuantSpec
 from kvquant_hf.layer import QuantLayer
 from kvquant_hf.ops import decode_attention
 from kvquant_hf.ops.reference import decode_attention as reference_attention
@@ -85,7 +85,9 @@ def unquantized_view(view: KVView, states: States) -> KVView:
     end = first + view.num_blocks * length
     stores = []
     for store, side in zip((view.key_store, view.value_store), states, strict=True):
-        spec = replace(store.spec, nbits=16, rotation="none")
+        # What belongs to codes (outliers, tables, …) does not go with 16 bits.
+        kept = {name: getattr(store.spec, name) for name in ("granularity", "group_size", "rope")}
+        spec = QuantSpec(nbits=16, **kept)
         batch_size, heads, _, head_dim = side.shape
         plain = BlockStore(spec, length, head_dim, side.dtype)
         plain.append(plain.encode(side[:, :, first:end].reshape(batch_size, heads, -1, length, head_dim)), spare=False)

@@ -194,22 +194,6 @@ class QuantSpec:
         return self.nbits < 16
 
     @property
-    def reference_only(self) -> str | None:
-        """The setting that no kernel reads, so that the `torch` backend does; `None` if there is none."""
-        if not self.is_quantized:
-            return None
-        if self.method == "innerq":
-            return "`method: innerq`"
-        if self.outliers:
-            return "keys or values with `outliers`"
-        if self.levels != "uniform":
-            return f"codes of uneven levels (`levels` {self.levels_name})"
-        # A zero point of 8 bits takes tables and a list, a scale one power of two.
-        if self.has_second_level and not (self.symmetric and self.granularity == "per_token"):
-            return "`metadata_nbits=8` but of symmetric codes per token"
-        return None
-
-    @property
     def token_group(self) -> int:
         """Consecutive tokens that must be quantized together."""
         if self._normalizes_channels:

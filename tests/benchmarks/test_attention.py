@@ -125,8 +125,11 @@ def test_copies_of_a_view_share_no_memory_and_read_alike(view: Any) -> None:
     assert pool_size(10, 35) == 4 and pool_size(100, 35) == 1
 
 
-def test_unquantized_blocks_hold_what_was_stored(view: Any) -> None:
+@pytest.mark.parametrize("quant", ["k4v4", "kvquant3", "turboquant2", "innerq3"])
+def test_unquantized_blocks_hold_what_was_stored(quant: str) -> None:
     keys, values = (side.bfloat16() for side in Shape(1, 2, 2, 16).states(200))
+    config = KVQuantConfig.from_preset(quant).replace(residual_length=32)
+    view = packed_view(config, (keys, values), "torch")
     plain = unquantized_view(view, (keys, values))
     assert plain.num_blocks == view.num_blocks > 0 and plain.rotation is None
     dense = plain.dense()

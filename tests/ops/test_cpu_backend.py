@@ -18,7 +18,8 @@ from tests.ops.test_decode_attention import check, filled_layer
 ROOT = Path(__file__).parents[2]
 QUERY = torch.randn(2, 4, 1, 32)
 SIZES = {"KB": 4, "VB": 4, "D": 32, "DV": 32, "L": 32, "GK": 32, "GV": 32, "R": 2}
-VARIANT = tuple((SIZES | dict.fromkeys(("ROPE", "RO", "RW", "KH", "VH", "KF", "VF", "KP", "VM", "KIND"), 0)).items())
+FLAGS = ("ROPE", "RO", "RW", "KH", "VH", "KF", "VF", "KP", "VM", "KT", "VT", "KX", "VX", "KIND")
+VARIANT = tuple((SIZES | dict.fromkeys(FLAGS, 0)).items())
 
 
 @pytest.fixture
@@ -98,7 +99,7 @@ def test_a_failing_compiler_is_quoted(clean_slate, monkeypatch, tmp_path):
     ("settings", "reason"),
     [
         ({"dtype": torch.float64}, "keys in torch.float64 and values in torch.float64"),
-        ({"key": {"granularity": "per_token"}}, "keys per_token and values per_token"),
+        ({"key": {"rotation": "hadamard_signs"}}, "keys with rotation='hadamard_signs'"),
         ({"key": {"metadata_nbits": 8}}, "`metadata_nbits=8`"),
         ({"value": {"metadata_nbits": 8}}, "`metadata_nbits=8`"),
         ({"head_dim": 40}, r"head sizes 40 and 40"),
@@ -156,6 +157,7 @@ def test_scales_in_float32_are_read():
 
 
 VARN = {"method": "variance_normalized"}
+BYTES = {"nbits": 8, "levels": "e4m3", "granularity": "per_token", "group_size": 128}
 SMALLER_MACHINES = {
     "no-avx512": ("-mno-avx512f",),
     "avx512-without-dot-products": ("-mno-avx512vnni",),
@@ -175,8 +177,11 @@ SMALLER_MACHINES = {
         {"key": {"nbits": 2, "promoted": 0.25}, "value": {"nbits": 4}},
         {"key": {"nbits": 16}, "value": {"nbits": 2, "group_size": 64}, "head_dim": 96, "dtype": torch.float16},
         {"key": {"nbits": 4} | VARN, "value": {"nbits": 2} | VARN, "uneven": True},
+        {"key": {"levels": "gaussian", "nbits": 3}, "value": {"levels": "e2m1", "group_size": 16}},
+        {"key": BYTES, "value": BYTES | {"levels": "e5m2", "symmetric": True}},
+        {"key": {"granularity": "per_token"}, "value": {"granularity": "per_channel", "nbits": 2}},
     ],
-    ids=["k4v4", "k2v3", "k3v8", "symmetric", "promoted", "k16v2", "factors"],
+    ids=["k4v4", "k2v3", "k3v8", "symmetric", "promoted", "k16v2", "factors", "tables", "fp8", "across"],
 )
 def test_code_for_smaller_machines_is_right(flags, settings, monkeypatch):
     """What a processor without the newest instructions would run, as far as this one can run it."""

@@ -1,71 +1,12 @@
 // Decode attention over packed keys and values: dequantize, rotate, score, softmax and sum in one pass.
 //
-// Compiled once for each combination of
-//   KB VB    bits of key and value codes (2, 3, 4, 8), or 16: stored as they came
-//   D DV     head size of keys and values (multiples of 16)
-//   L        tokens of a block; GK tokens and GV channels share a scale
-//   R        query rows of one key/value head that share every load of its keys and values
-//   ROPE     0: keys are read as stored, 1: pairs (i, i + RW/2), 2: pairs (2i, 2i + 1)
-//   RO RW    first rotated channel and number of rotated channels
-//   KH VH    whether keys, values are stored in the Hadamard basis
-//   KF VF    whether keys have a factor per token, values one per channel of a block
-//   KP       channels of a block of keys that have two more bits
-//   VM       whether scales of values are bytes, relative to a number of their block (symmetric codes)
-//   KIND     element type of exact tokens (enum Kind)
-//
-// Legend: B batch, H key/value heads, G query heads that share one, N blocks, T tokens. Rows of codes are packed as in
-// packing.py: units of U codes, so that one load and one shift give sixteen consecutive codes.
+// See decode.h for what it is compiled for and for a legend.
 #include <atomic>
-#include "simd.h"
+#include "across.h"
+#include "outliers.h"
 
-constexpr int unit_of(int n) { return n % 32 == 0 ? 32 : 16; }
-constexpr int UK = unit_of(L), UV = unit_of(DV), WK = UK / 16, WV = UV / 16;
-// Blocks and tokens that share one softmax step: one block where its values are summed apart, for their factors.
-constexpr int NB = !VF && L < 64 ? 64 / L : 1, TILE = NB * L;
-constexpr int HALF = RW / 2, PAIRS = (HALF + 15) / 16 * 16;
-constexpr int NGK = L / GK, NGV = (DV + GV - 1) / GV;
-constexpr int PARTS = VH ? 2 : 1;  // sums in the plain and in the Hadamard basis
 // Whether weighted sums of values go through 8-bit dot products.
-#define DOT8 (AVX512_DOT8 && VB != 16 && DV % 32 == 0)
-constexpr float LOG2E = 1.44269504088896340736f;
-
-struct Exact {                     // tokens kept as they came
-  const char *k, *v;               // [B, H, count, D]
-  int64_t kb, kh, kt, vb, vh, vt;  // strides of batch, head and token
-  int64_t first, count;            // column of the first in the mask
-};
-struct Args {
-  const char *q;                   // [B, H·G, q_len, D]
-  int64_t qb, qh, qt, kind;        // strides of batch, head and token; element type of query and output
-  char *out;                       // [B, H·G, q_len, DV], contiguous
-  const char *kc, *ks, *kz, *vc, *vs, *vz;         // codes, scales, zero points
-  int64_t kcb, kch, ksb, ksh, vcb, vch, vsb, vsh;  // strides of batch and head, in elements
-  int64_t kwide, vwide;            // whether scales and zero points are float32 instead of float16
-  const char *mask;                // [.., .., .., T] or null
-  int64_t mkind, mb, mh, mq;       // element type (3: boolean), strides of batch, query head and query row
-  const float *cosa, *sina;        // [N, PAIRS] rotation of block starts
-  const float *cosb, *sinb;        // [RW/2, L] rotation of offsets
-  float *scratch;                  // [tasks, R, 2 + PARTS · DV] for splits
-  int64_t batch, heads, group, q_len, blocks, first, splits;
-  Exact exact[3];
-  const char *kfactor, *vfactor;   // factors [B, H, N, L] of keys and [B, H, N, DV] of values
-  int64_t kfb, kfh, vfb, vfh;      // their strides of batch and head, in elements
-  int64_t kfwide, vfwide;          // whether they are float32 instead of float16
-  const uint8_t *extra, *promoted; // low two bits [B, H, N, KP, L/4] and numbers [B, H, N, KP] of promoted channels
-  int64_t eb, eh, pb, ph;          // their strides of batch and head
-  const char *vbase;               // what bytes of scales of values are relative to, [B, H, N]
-  int64_t vbb, vbh, vbwide;        // its strides of batch and head, and whether it is float32 instead of float16
-};
-
-struct State {
-  float peak[R];
-  vf total[R], zero[VB == 16 ? 1 : R][NGV];  // zero: Σ weight · zero point of each group, one lane per token
-  alignas(64) float q[R][D], qb[KH ? R : 1][D], x[R][PAIRS + 1], y[R][PAIRS + 1];
-  alignas(64) float sum[PARTS][R][DV];
-  alignas(64) float s[R][TILE];
-};
-
-INLINE vf meta(const char *p, int64_t i, bool wide) { return wide ? load((const float *)p + i) : half16(p + 2 * i); }
+#define DOT8 (AVX512_DOT8 && VB != 16 && (VT == 0 || VT == 4) && !VX && DV % 32 == 0)
 
 #if VM
 // Scales that sixteen bytes stand for, see quantizers/second_level.py: base · 2^-((255 - byte) / 32), eight to the octave
@@ -131,28 +72,13 @@ static void add_mask(const Args &a, State &st, int b, int h, int64_t row, int64_
 
 // ---- exact tokens ----------------------------------------------------------------------------------------------------
 
-// Tokens and vectors of channels taken together, so that enough sums are under way at a time.
-constexpr int AHEAD = R <= 2 ? 4 : 2, ACROSS = DV % 64 == 0 && R <= 4 ? 4 : DV % 32 == 0 ? 2 : 1;
-
 static __attribute__((noinline)) void score_exact(State &st, const char *k, int64_t step, int count) {
   for (int t0 = 0; t0 < count; t0 += 16) {
-    vf lanes[R][16];
-    for (int t = 0; t < 16; t += AHEAD) {
-      int64_t at[AHEAD];
-      for (int j = 0; j < AHEAD; j++) at[j] = (t0 + t + j < count ? t0 + t + j : count - 1) * step;
-      vf acc[AHEAD][R];
-      each<AHEAD>([&](auto j) INLINED { each<R>([&](auto r) INLINED { acc[j][r] = vf{}; }); });
-      for (int d = 0; d < D; d += 16) {
-        vf q[R];
-        each<R>([&](auto r) INLINED { q[r] = load(&st.q[r][d]); });
-        each<AHEAD>([&](auto j) INLINED {
-          vf x = fetch<KIND>(k, at[j] + d);
-          each<R>([&](auto r) INLINED { acc[j][r] += x * q[r]; });
-        });
-      }
-      each<AHEAD>([&](auto j) INLINED { each<R>([&](auto r) INLINED { lanes[r][t + j] = acc[j][r]; }); });
-    }
-    for (int r = 0; r < R; r++) store(&st.s[r][t0], sums_of_lanes(lanes[r]));
+    auto row = [&](int t) INLINED { return (t0 + t < count ? t0 + t : count - 1) * step; };
+    auto numbers = [&](int64_t at, int d, int) INLINED { return fetch<KIND>(k, at + d); };
+    vf out[R];
+    sixteen_rows<D, 1, D>(st.q[0], row, numbers, out);
+    for (int r = 0; r < R; r++) store(&st.s[r][t0], out[r]);
   }
 }
 
@@ -187,30 +113,7 @@ static void exact_part(const Args &a, const Exact &e, int b, int h, int64_t row,
 
 // ---- blocks of codes -------------------------------------------------------------------------------------------------
 
-// The block to be read next. Its lines are asked for one by one while this block is worked on, so that reading and
-// computing overlap; all at once they would fill the processor's queue of misses.
-struct Next {
-  const char *k, *v;
-  INLINED void expect(int step, int steps) const {
-    constexpr int KSIZE = D * L * KB / 8, VSIZE = L * DV * VB / 8;
-    if (KB != 16) __builtin_prefetch(k + step * (KSIZE / steps));
-    if (VB != 16) __builtin_prefetch(v + step * (VSIZE / steps));
-  }
-};
-
-#if KB != 16
-// q · R(a + b) k = (R(-a) q) · R(b) k: the rotation of the block's start is undone on the query.
-INLINE void turn_queries(const Args &a, State &st, int64_t n, float (*x)[PAIRS + 1], float (*y)[PAIRS + 1]) {
-  for (int p = 0; p < PAIRS; p += 16) {
-    vf c = load(a.cosa + n * PAIRS + p), s = load(a.sina + n * PAIRS + p);
-    for (int r = 0; r < R; r++) {
-      vf qx = load(&st.x[r][p]), qy = load(&st.y[r][p]);
-      store(&x[r][p], qx * c + qy * s);
-      store(&y[r][p], qy * c - qx * s);
-    }
-  }
-}
-
+#if KB != 16 && !KX
 // `factors`: place of the first factor of block 0, with KF.
 // `extra` and `promoted`: those of block 0, with KP.
 static __attribute__((noinline)) void score_codes(const Args &a, State &st, const uint8_t *k, int64_t meta0,
@@ -219,11 +122,8 @@ static __attribute__((noinline)) void score_codes(const Args &a, State &st, cons
                                                   const Next &next) {
   constexpr int ROW = L * KB / 8;
   alignas(64) float scale[D * NGK], zero[D * NGK], x[R][PAIRS + 1], y[R][PAIRS + 1];
-  for (int i = 0; i < D * NGK; i += 16) {
-    vf sc = meta(a.ks, meta0 + n * D * NGK + i, a.kwide);
-    store(scale + i, sc);
-    store(zero + i, a.kz ? meta(a.kz, meta0 + n * D * NGK + i, a.kwide) : sc * (((1 << KB) - 1) / -2.f));
-  }
+  parameters<KB, KT, D * NGK>(a.ks, a.kz, a.kwide, meta0 + n * D * NGK, scale, zero);
+  [[maybe_unused]] const Levels<KB, KT> levels(a.klevels);
 #if KP
   // A promoted code is 4 · high + low: the scale of the high part is four times that of the low one.
   float fine[KP * NGK];
@@ -248,12 +148,12 @@ static __attribute__((noinline)) void score_codes(const Args &a, State &st, cons
       const uint8_t *p = block + d * ROW + u * UK * KB / 8;
       if constexpr (GK >= UK) {
         int g = d * NGK + u * UK / GK;
-        Values<KB> values(scale[g], zero[g]);
+        const auto values = levels.scaled(scale[g], zero[g]);
         each<WK>([&](auto i) INLINED { out[i] = values.template of<UK>(p, i); });
       } else {
         each<WK>([&](auto i) INLINED {
           int g = d * NGK + (u * UK + 16 * i) / GK;
-          out[i] = Values<KB>(scale[g], zero[g]).template of<UK>(p, i);
+          out[i] = levels.scaled(scale[g], zero[g]).template of<UK>(p, i);
         });
       }
 #if KP
@@ -366,7 +266,7 @@ INLINE void sum_integers(const uint8_t *rows, int tokens, const float (*p)[TILE]
 }
 #endif
 
-#if VB != 16
+#if VB != 16 && !VX
 // `factors`: place of the first factor of block 0, with VF; `bases`: of its base, with VM.
 static __attribute__((noinline)) void sum_codes(const Args &a, State &st, const uint8_t *v, int64_t meta0,
                                                 [[maybe_unused]] int64_t factors, [[maybe_unused]] int64_t bases, int64_t n,
@@ -384,10 +284,12 @@ static __attribute__((noinline)) void sum_codes(const Args &a, State &st, const 
 #endif
     for (int i = 0; i < L * NGV; i += 16) {
       int64_t at = meta0 + (n * L + t0) * NGV + i;
+      vf s, z;
 #if VM
-      vf s = byte_scales((const uint8_t *)a.vs + at, base), z = s * (((1 << VB) - 1) / -2.f);
+      s = byte_scales((const uint8_t *)a.vs + at, base);
+      z = s * middle_of(VB, VT);
 #else
-      vf s = meta(a.vs, at, a.vwide), z = a.vz ? meta(a.vz, at, a.vwide) : s * (((1 << VB) - 1) / -2.f);
+      parameters<VB, VT>(a.vs, a.vz, a.vwide, at, s, z);
 #endif
       if (DOT8 && VB == 8) z += s * 128.f;  // the dot products read codes as signed: code - 128
       store(&step[0][0] + i, s);
@@ -418,20 +320,19 @@ static __attribute__((noinline)) void sum_codes(const Args &a, State &st, const 
   for (int g = 0; g < NGV; g++)
     for (int r = 0; r < R; r++)
       for (int t = 0; t < tokens; t += 16) store(&w[g][r][t], load(&st.s[r][t]) * load(&scale[g][t]));
-  const Values<VB> values;
+  const Levels<VB, VT> values(a.vlevels);
   for (int d = 0; d < DV; d += UV) {
-    vf acc[R][WV];
-    for (int r = 0; r < R; r++)
-      for (int i = 0; i < WV; i++) acc[r][i] = vf{};  // sums of a tile first: rounding errors grow with their number
-    for (int t = 0; t < tokens; t++) {
-      for (int i = 0; i < WV; i++) {
+    vf acc[R][WV];  // sums of a tile first: rounding errors grow with their number
+    each<R>([&](auto r) INLINED { each<WV>([&](auto i) INLINED { acc[r][i] = vf{}; }); });
+    for (int t = 0; t < tokens; t++)
+      each<WV>([&](auto i) INLINED {
         vf x = values.template of<UV>(rows + t * ROW + d * VB / 8, i);
         int g = GV >= UV ? d / GV : (d + 16 * i) / GV;
-        for (int r = 0; r < R; r++) acc[r][i] += x * w[g][r][t];
-      }
-    }
-    for (int r = 0; r < R; r++)
-      for (int i = 0; i < WV; i++) add(r, GV >= UV ? d / GV : (d + 16 * i) / GV, d + 16 * i, acc[r][i]);
+        each<R>([&](auto r) INLINED { acc[r][i] += x * w[g][r][t]; });
+      });
+    each<R>([&](auto r) INLINED {
+      each<WV>([&](auto i) INLINED { add(r, GV >= UV ? d / GV : (d + 16 * i) / GV, d + 16 * i, acc[r][i]); });
+    });
   }
 #endif
 }
@@ -439,14 +340,14 @@ static __attribute__((noinline)) void sum_codes(const Args &a, State &st, const 
 
 INLINE void expect_parameters(const Args &a, int64_t kmeta, int64_t vmeta, int64_t n) {
   if (KB != 16)
-    for (int64_t i = 0; i < D * NGK; i += 32) {
-      __builtin_prefetch(a.ks + (kmeta + n * D * NGK + i) * (a.kwide ? 4 : 2));
-      if (a.kz) __builtin_prefetch(a.kz + (kmeta + n * D * NGK + i) * (a.kwide ? 4 : 2));
+    for (int64_t i = 0; i < KROWS * NGK; i += 32) {
+      __builtin_prefetch(a.ks + (kmeta + n * KROWS * NGK + i) * (a.kwide ? 4 : 2));
+      if (a.kz) __builtin_prefetch(a.kz + (kmeta + n * KROWS * NGK + i) * (a.kwide ? 4 : 2));
     }
   if (VB != 16)
-    for (int64_t i = 0; i < L * NGV; i += 32) {
-      __builtin_prefetch(a.vs + (vmeta + n * L * NGV + i) * (a.vwide ? 4 : 2));
-      if (a.vz) __builtin_prefetch(a.vz + (vmeta + n * L * NGV + i) * (a.vwide ? 4 : 2));
+    for (int64_t i = 0; i < VROWS * NGV; i += 32) {
+      __builtin_prefetch(a.vs + (vmeta + n * VROWS * NGV + i) * (a.vwide ? 4 : 2));
+      if (a.vz) __builtin_prefetch(a.vz + (vmeta + n * VROWS * NGV + i) * (a.vwide ? 4 : 2));
     }
 }
 
@@ -465,7 +366,11 @@ static void block_part(const Args &a, int b, int h, int64_t row, int64_t n0, int
     for (int j = 0; j < blocks; j++) {
       int64_t next = n + j + 1 < n1 ? n + j + 1 : n;
       expect_parameters(a, kmeta, vmeta, next);
-      score_codes(a, st, (const uint8_t *)k, kmeta, kfactors, extra, promoted, n + j, j * L, {k + next * D * L * KB / 8, v + next * L * DV * VB / 8});
+      score_codes(a, st, (const uint8_t *)k, kmeta, kfactors, extra, promoted, n + j, j * L,
+                  {k + next * D * L * KB / 8, v + next * L * DV * VB / 8});
+#if KO
+      score_outliers(a, st, b, h, (const uint8_t *)k, kmeta, n + j, j * L);
+#endif
     }
 #endif
     if (a.mask) add_mask(a, st, b, h, row, a.first + n * L, blocks * L);
@@ -474,6 +379,9 @@ static void block_part(const Args &a, int b, int h, int64_t row, int64_t n0, int
     sum_exact(st, v + n * L * DV * VSIZE, DV, blocks * L);
 #else
     sum_codes(a, st, (const uint8_t *)v, vmeta, vfactors, VM ? b * a.vbb + h * a.vbh : 0, n, blocks * L);
+#endif
+#if VO
+    sum_outliers(a, st, b, h, (const uint8_t *)v, vmeta, n, blocks * L);
 #endif
   }
 }
@@ -492,6 +400,7 @@ static void begin(const Args &a, State &st, int b, int h, int64_t row, float sca
       hadamard(st.qb[r], D);
     }
     const float *q = KH ? st.qb[r] : st.q[r];
+    if (KX) sums_of_groups<D, GK>(q, st.group[r]);
     memset(st.x[r], 0, sizeof st.x[r]);
     memset(st.y[r], 0, sizeof st.y[r]);
     for (int p = 0; p < HALF; p++) {
@@ -507,7 +416,7 @@ static void begin(const Args &a, State &st, int b, int h, int64_t row, float sca
 
 // The sums of a row, zero points included, and its total.
 static float gather(State &st, int r) {
-  if (VB != 16)
+  if (VB != 16 && !VX)
     for (int g = 0; g < NGV; g++) {
       float zero = hsum(st.zero[r][g]);
       for (int d = g * GV; d < (g + 1) * GV && d < DV; d += 16) {

@@ -51,10 +51,11 @@ def can_encode(spec: "QuantSpec", dtype: torch.dtype, device: torch.device, bloc
     return (
         device.type == "cpu"
         and spec.method == "affine"
-        and spec.reference_only is None
+        and spec.levels == "uniform"
+        and not spec.outliers
         and spec.rotation in ("none", "hadamard")
         and not (spec.promotes and spec.clip == "mse")
-        and not (spec.has_second_level and not spec.symmetric)
+        and not (spec.has_second_level and not (spec.symmetric and spec.granularity == "per_token"))
         and dtype in ELEMENT_KINDS
         and block_length % 16 == 0
         and head_dim % 16 == 0

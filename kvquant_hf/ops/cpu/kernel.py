@@ -1,4 +1,4 @@
-"""Calling the compiled kernel: which views it takes, and the arguments it is handed."""
+"""Calling the compiled kernel: the arguments it is handed."""
 
 import ctypes
 import threading
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvquant_hf.ops.cpu.build import ELEMENT_KINDS, load, parallel_region
-from kvquant_hf.ops.cpu.tables import offset_columns, start_tables
+from kvquant_hf.ops.cpu.formats import obstacle
+from kvquant_hf.ops.cpu.tables import level_table, offset_columns, offset_tables, spacing, start_tables
 
 if TYPE_CHECKING:
     from kvquant_hf.view import KVView
@@ -20,39 +21,6 @@ _ROWS = (1, 2, 3, 4, 6)
 _BOOLEAN = 3
 # A task smaller than this many blocks costs more to hand out and merge than it saves.
 _MIN_BLOCKS = 8
-
-
-def unsupported(view: "KVView") -> str | None:
-    """Why the kernel cannot read a view, or `None` if it can."""
-    if "cpu" in view.memo:
-        return None
-    return _obstacle(view)
-
-
-def _obstacle(view: "KVView") -> str | None:
-    key, value = view.key_store.spec, view.value_store.spec
-    if view.device.type != "cpu":
-        return f"tensors on {view.device.type}"
-    if view.key_dtype != view.value_dtype or view.key_dtype not in ELEMENT_KINDS:
-        return f"keys in {view.key_dtype} and values in {view.value_dtype}"
-    for spec in (key, value):
-        if (reason := spec.reference_only) is not None:
-            return reason
-    if (key.is_quantized and key.granularity != "per_channel") or (
-        value.is_quantized and value.granularity != "per_token"
-    ):
-        return f"keys {key.granularity} and values {value.granularity}"
-    for name, spec in (("keys", key), ("values", value)):
-        if spec.is_quantized and spec.rotation not in ("none", "hadamard"):
-            return f"{name} with rotation={spec.rotation!r}"
-    head_dim, value_dim = view.key_shape[3], view.value_shape[3]
-    if head_dim % 16 or value_dim % 16 or max(head_dim, value_dim) > 256:
-        return f"head sizes {head_dim} and {value_dim} (multiples of 16 up to 256)"
-    if key.is_quantized and key.rotation != "none" and view.rotation is not None:
-        return "a Hadamard rotation of pre-RoPE keys"
-    if view.block_length % 16:
-        return f"blocks of {view.block_length} tokens (multiples of 16)"
-    return None
 
 
 @cache
@@ -70,6 +38,8 @@ class _Plan:
     blocks: list[int]
     tables: list[int]
     factors: list[int]
+    levels: tuple[torch.Tensor | None, torch.Tensor | None]
+    outliers: list[int]
     defines: tuple[tuple[str, int], ...]
     calls: dict[tuple[int, ...], "_Call"]
 
@@ -165,7 +135,9 @@ def _new_call(plan: _Plan, view: "KVView", num_heads: int, q_len: int, kind: int
         + plan.tables
         + [0, batch_size, heads, num_heads // heads, q_len, view.num_blocks, view.num_sinks, splits]
         + [0] * 30
-        + plan.factors,
+        + plan.factors
+        + [0 if table is None else table.data_ptr() for table in plan.levels]
+        + plan.outliers,
     )
     function = _function((*plan.defines, ("R", chunk)))
     return _Call(function, args, args.buffer_info()[0], (), scratch)
@@ -179,7 +151,7 @@ def _rows_at_once(rows: int) -> int:
 
 
 def _plan(view: "KVView") -> _Plan:
-    reason = _obstacle(view)
+    reason = obstacle(view)
     if reason is not None:
         raise ValueError(f"`backend='cpu'` does not read {reason}; use 'auto' or 'torch'.")
     key, value, rotation = view.key_store.spec, view.value_store.spec, view.rotation
@@ -190,7 +162,8 @@ def _plan(view: "KVView") -> _Plan:
         blocks, factors = _block_fields(view), _factor_fields(view)
         if rotation is not None:
             starts = start_tables(rotation, view.num_sinks, view.block_length, view.num_blocks)
-            tables = [table.data_ptr() for table in (*starts, *offset_columns(rotation, view.block_length))]
+            offsets = offset_tables if key.granularity == "per_token" else offset_columns
+            tables = [table.data_ptr() for table in (*starts, *offsets(rotation, view.block_length))]
     defines = {
         "KB": key.nbits,
         "VB": value.nbits,
@@ -208,9 +181,16 @@ def _plan(view: "KVView") -> _Plan:
         "KF": int(key.has_factor),
         "VF": int(value.has_factor),
         "VM": int(value.has_second_level),
+        "KT": spacing(key),
+        "VT": spacing(value),
+        "KX": int(key.is_quantized and key.granularity == "per_token"),
+        "VX": int(value.is_quantized and value.granularity == "per_channel"),
+        "KO": key.num_outliers(view.key_shape[3] * view.block_length),
+        "VO": value.num_outliers(view.value_shape[3] * view.block_length),
         "KIND": ELEMENT_KINDS[view.key_dtype],
     }
-    plan = _Plan(blocks, tables, factors, tuple(defines.items()), {})
+    levels = level_table(key), level_table(value)
+    plan = _Plan(blocks, tables, factors, levels, _outlier_fields(view), tuple(defines.items()), {})
     view.memo["cpu"] = plan
     return plan
 
@@ -246,6 +226,19 @@ def _factor_fields(view: "KVView") -> list[int]:
         fields += [0, 0] if tensor is None else tensor.stride()[:2]
     base = view.value_store.second_level
     fields += [0] * 4 if base is None else [base.data_ptr(), *base.stride()[:2], int(base.dtype == torch.float32)]
+    return fields
+
+
+def _outlier_fields(view: "KVView") -> list[int]:
+    """Addresses, strides and widths of outliers of keys and of values, see `Sparse` in decode.cpp; zeros for none."""
+    fields: list[int] = []
+    for store in (view.key_store, view.value_store):
+        places, exact = store.outlier_index, store.outlier_value
+        if places is None or exact is None:
+            fields += [0] * 8
+            continue
+        fields += [places.data_ptr(), exact.data_ptr(), *places.stride()[:2], *exact.stride()[:2]]
+        fields += [int(places.dtype == torch.int32), int(exact.dtype == torch.float32)]
     return fields
 
 

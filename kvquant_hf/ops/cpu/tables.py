@@ -1,7 +1,7 @@
-"""Tables of cosines and sines that the compiled code reads, shared by all layers and caches of a process.
+"""Tables that the compiled code reads, shared by all layers and caches of a process.
 
-Tables are kept for ever, so that their addresses stay valid: 8 bytes per rotated channel pair and block of the longest
-sequence so far, which is less than a thousandth of one layer's codes.
+Tables of cosines and sines are kept for ever, so that their addresses stay valid: 8 bytes per rotated channel pair and
+block of the longest sequence so far, which is less than a thousandth of one layer's codes.
 """
 
 from functools import cache
@@ -9,12 +9,32 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvquant_hf.quantizers.levels import levels_of
+
 if TYPE_CHECKING:
     from kvquant_hf.rope import KeyRotation
+    from kvquant_hf.spec import QuantSpec
 
 _LANES = 16
 # Tables of block starts double in length, so that few of them are ever made.
 _SHORTEST = 64
+# `enum Spacing` in levels.h. Codes of formats are turned into numbers by their bits, those of other tables looked up.
+_EVEN, _TABLE, _SIGNED = 0, 1, 4
+_FORMATS = {"e4m3": 2, "e5m2": 3}
+
+
+def spacing(spec: "QuantSpec") -> int:
+    """How the kernel gets from a code to the number it stands for."""
+    if not spec.is_quantized or spec.levels == "uniform":
+        return _SIGNED if spec.is_quantized and spec.method == "innerq" else _EVEN
+    return _FORMATS.get(spec.levels_name, _TABLE)
+
+
+def level_table(spec: "QuantSpec") -> torch.Tensor | None:
+    """What each code stands for before scale and zero point, `[2 ** nbits]`, float32; `None` for the code itself."""
+    if spacing(spec) in (_EVEN, _SIGNED):
+        return None
+    return levels_of(spec.levels, spec.nbits, torch.device("cpu")).table
 
 
 def start_tables(

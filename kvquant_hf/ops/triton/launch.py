@@ -10,7 +10,7 @@ import torch
 
 from kvquant_hf.ops.triton.arguments import block_arguments, mask_arguments, promotion_arguments, strides
 from kvquant_hf.ops.triton.availability import why_unavailable
-from kvquant_hf.ops.triton.layout import WordLayout, reads_rotation
+from kvquant_hf.ops.triton.layout import WordLayout, reads_rotation, unread_codes
 from kvquant_hf.ops.triton.tables import angle_table, offset_angle_table, offset_table, start_table
 from kvquant_hf.ops.triton.tuning import Launch, launch_parameters
 from kvquant_hf.rotation import hadamard_width
@@ -31,7 +31,7 @@ def unsupported(view: "KVView") -> str | None:
     if torch.float64 in (view.key_dtype, view.value_dtype):
         return "float64"
     for spec in (key.spec, value.spec):
-        if (reason := spec.reference_only) is not None:
+        if (reason := unread_codes(spec)) is not None:
             return reason
     if key.spec.is_quantized and key.spec.granularity != "per_channel":
         return f"keys {key.spec.granularity}"

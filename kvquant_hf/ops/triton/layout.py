@@ -72,6 +72,22 @@ def reads_rotation(spec: QuantSpec) -> bool:
     return not spec.is_quantized or spec.rotation in ("none", *known)
 
 
+def unread_codes(spec: QuantSpec) -> str | None:
+    """What codes a side has that the kernels cannot make numbers of; `None` if they can."""
+    if not spec.is_quantized:
+        return None
+    if spec.method == "innerq":
+        return "`method: innerq`"
+    if spec.outliers:
+        return "keys or values with `outliers`"
+    if spec.levels != "uniform":
+        return f"codes of uneven levels (`levels` {spec.levels_name})"
+    # A zero point of 8 bits takes tables and a list, a scale one power of two.
+    if spec.has_second_level and not (spec.symmetric and spec.granularity == "per_token"):
+        return "`metadata_nbits=8` but of symmetric codes per token"
+    return None
+
+
 def word_layouts(
     specs: tuple[QuantSpec, QuantSpec],
     block_length: int,
@@ -84,7 +100,7 @@ def word_layouts(
         return None, None
     if value.is_quantized and value.granularity != "per_token":
         return None, None
-    if any(spec.reference_only is not None for spec in specs):
+    if any(unread_codes(spec) is not None for spec in specs):
         return None, None
     if not all(map(reads_rotation, specs)):
         return None, None

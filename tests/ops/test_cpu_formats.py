@@ -1,0 +1,287 @@
+"""What comparison presets store, read by the compiled CPU backend: tables, outliers, InnerQ, other granularities."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from kvquant_hf import KVQuantConfig, QuantCache
+from kvquant_hf._compat import cache_kwargs
+from kvquant_hf.ops import cpu, decode_attention, notice, reference
+from kvquant_hf.ops.cpu import formats, tables
+from kvquant_hf.quantizers import codebook
+from kvquant_hf.quantizers.levels import Levels
+from kvquant_hf.rope import KeyRotation
+from kvquant_hf.spec import LEVELS_NBITS, QuantSpec
+from tests.ops.test_decode_attention import check, filled_layer, poison_fresh_memory  # noqa: F401
+
+TABLES = [(name, nbits) for name, widths in LEVELS_NBITS.items() for nbits in widths]
+TURBO = {"granularity": "per_token", "group_size": 128, "rope": "post", "rotation": "hadamard"}
+TURBO |= {"method": "turboquant", "symmetric": True, "levels": "gaussian"}
+USUAL = {"key": {"granularity": "per_channel"}, "value": {"granularity": "per_token"}}
+ACROSS = {"key": {"granularity": "per_token"}, "value": {"granularity": "per_channel"}}
+
+
+def rotary(head_dim: int, kind: str = "half") -> KeyRotation | None:
+    if kind == "none":
+        return None
+    width = 8 if kind == "partial" else head_dim
+    frequencies = 1 / 100 ** (torch.arange(width // 2) / (width // 2))
+    return KeyRotation(frequencies, head_dim, head_dim - width, "interleaved" if kind == "interleaved" else "half")
+
+
+def sides(shape: dict, **both) -> dict:
+    return {side: both | shape[side] for side in ("key", "value")}
+
+
+def check_read(layer, q_heads, q_len, mask=None):
+    assert layer.quantized_length
+    assert cpu.unsupported(layer.view()) is None
+    check(layer, q_heads, q_len, mask)
+
+
+@pytest.mark.parametrize("shape", [USUAL, ACROSS], ids=["usual", "across"])
+@pytest.mark.parametrize(("levels", "nbits"), TABLES)
+def test_every_table(levels, nbits, shape):
+    settings = sides(shape, levels=levels, nbits=nbits)
+    settings["key" if shape is USUAL else "value"]["symmetric"] = True
+    layer = filled_layer(309, uneven=True, rotation=rotary(32), **settings)
+    check_read(layer, 6, 1)
+    check_read(layer, 2, 3, torch.rand(2, 1, 3, 309) > 0.3)
+
+
+@pytest.mark.parametrize("levels", ["uniform", "gaussian"])
+@pytest.mark.parametrize(("head_dim", "group_size"), list(itertools.product((16, 48, 80, 128, 256), (16, 64, 128))))
+def test_head_sizes_that_groups_along_channels_do_not_divide(head_dim, group_size, levels):
+    for symmetric in (False, True):
+        both = {"granularity": "per_token", "group_size": group_size, "levels": levels, "symmetric": symmetric}
+        both |= {"rope": "post"}
+        layer = filled_layer(150, head_dim=head_dim, value_dim=48, key=both, value=both)
+        check_read(layer, 2, 1)
+        check_read(layer, 14, 1)
+
+
+@pytest.mark.parametrize("rope", ["none", "half", "interleaved", "partial"])
+@pytest.mark.parametrize("both", [{}, {"levels": "e2m1", "symmetric": True}, {"levels": "e4m3", "nbits": 8}], ids=str)
+def test_keys_per_token_in_any_rotary_embedding(rope, both):
+    settings = {"head_dim": 48, "rotation": rotary(48, rope)} | sides(ACROSS, **both)
+    check_read(filled_layer(309, uneven=True, **settings), 6, 2, torch.rand(2, 1, 2, 309) > 0.3)
+    padded = filled_layer(140, batch_size=3, padding=[37, 2, 0], **settings)
+    mask = torch.ones(3, 1, 1, 140, dtype=torch.bool)
+    for row, count in enumerate((37, 2, 0)):
+        mask[row, ..., :count] = False
+    check_read(padded, 4, 1, mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("nbits", [2, 3, 4])
+def test_turboquant(nbits, dtype):
+    both = TURBO | {"nbits": nbits}
+    for head_dim in (64, 256):
+        layer = filled_layer(309, dtype=dtype, uneven=True, head_dim=head_dim, key=both, value=both)
+        check_read(layer, 6, 1)
+        check_read(layer, 4, 2, torch.randn(2, 4, 2, 309))
+
+
+@pytest.mark.parametrize("tokens", [36, 37, 51, 52, 53, 63, 84, 1023, 1100, 2100])
+@pytest.mark.parametrize("residual_length", [0, 16, 31])
+def test_lengths_around_sinks_blocks_and_tiles(tokens, residual_length):
+    both = TURBO | {"nbits": 2}
+    check(filled_layer(tokens, residual_length=residual_length, key=both, value=both), 4, 1, None)
+
+
+@pytest.mark.parametrize("tokens", [309, 700])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ({"levels": "gaussian", "group_size": 64}, {"granularity": "per_channel"}),
+        ({"nbits": 16}, {"levels": "laplace", "granularity": "per_channel", "group_size": 16}),
+        ({"granularity": "per_token", "group_size": 16}, {"nbits": 16}),
+        ({"nbits": 2, "promoted": 0.25}, {"levels": "gaussian", "rotation": "hadamard", "symmetric": True}),
+        ({"levels": "laplace", "group_size": 128}, {"method": "variance_normalized"}),
+        ({"method": "variance_normalized"}, {"levels": "e4m3", "nbits": 8, "group_size": 128}),
+        ({"granularity": "per_token"}, {"symmetric": True, "metadata_nbits": 8}),
+    ],
+)
+def test_sides_of_different_kinds(key, value, tokens):
+    layer = filled_layer(tokens, head_dim=64, uneven=True, rotation=rotary(64), key=key, value=value)
+    check_read(layer, 6, 1)
+
+
+@pytest.mark.parametrize("shape", [USUAL, ACROSS], ids=["usual", "across"])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("levels", ["gaussian", "e4m3", "uniform"])
+def test_parameters_in_float32(levels, symmetric, shape):
+    both = {"levels": levels, "symmetric": symmetric, "nbits": 8 if levels == "e4m3" else 4}
+    layer = filled_layer(100, rotation=rotary(32), **sides(shape, **both))
+    big = 1e5 * torch.randn(2, 2, 64, 32)
+    layer.update(big, big)
+    assert layer._stores[0].scale.dtype == layer._stores[1].scale.dtype == torch.float32
+    view, query = layer.view(1), 1e-5 * torch.randn(2, 4, 1, 32)
+    assert cpu.unsupported(view) is None
+    # Values of 1e5 may cancel in an output: the error of float32 is relative to those, not to their sum.
+    torch.testing.assert_close(
+        cpu.decode_attention(query, view, None, 0.2),
+        reference.decode_attention(query, view, None, 0.2),
+        rtol=1e-4,
+        atol=2e-6 * big.abs().max().item(),
+    )
+
+
+@pytest.mark.parametrize("shape", [USUAL, ACROSS], ids=["usual", "across"])
+@pytest.mark.parametrize("levels", ["e4m3", "e5m2"])
+def test_the_bits_of_a_format_say_what_its_table_says(levels, shape, monkeypatch):
+    layer = filled_layer(309, uneven=True, **sides(shape, levels=levels, nbits=8, rope="post"))
+    query = torch.randn(2, 4, 1, 32)
+    by_bits = cpu.decode_attention(query, layer.view(), None, 0.2)
+    monkeypatch.setattr(tables, "_FORMATS", {})
+    layer.view().memo.clear()
+    assert torch.equal(cpu.decode_attention(query, layer.view(), None, 0.2), by_bits)
+    check_read(layer, 4, 1)
+
+
+@pytest.mark.parametrize("nbits", [2, 3, 4, 8])
+def test_a_table_is_data(nbits, monkeypatch):
+    name = "e4m3" if nbits == 8 else "gaussian"
+    numbers = torch.randn(2**nbits, generator=torch.Generator().manual_seed(nbits))
+    own = Levels.of(numbers, reach=float(numbers.abs().max()))
+    for module in (codebook, tables):
+        monkeypatch.setattr(module, "levels_of", lambda *args: own)
+    monkeypatch.setattr(tables, "_FORMATS", {})
+    layer = filled_layer(309, rotation=rotary(32), **sides(USUAL, levels=name, nbits=nbits))
+    check_read(layer, 6, 1)
+    assert any(part is own.table for part in layer.view().memo["cpu"].levels)
+
+
+@pytest.mark.parametrize(
+    ("side", "changes", "reason"),
+    [
+        ("key", {"metadata_nbits": 8, "symmetric": True}, "keys per_token with `metadata_nbits=8`"),
+        ("value", {"nbits": 2, "promoted": 0.25}, "values per_channel with promoted channels"),
+    ],
+)
+def test_what_is_not_read_across_is_named(side, changes, reason):
+    layer = filled_layer(200, backend="cpu", **{side: ACROSS[side] | changes})
+    with pytest.raises(ValueError, match=f"`backend='cpu'` does not read {reason}"):
+        decode_attention(torch.randn(2, 4, 1, 32), layer.view())
+
+
+def test_tables_with_scales_of_8_bits_are_refused_by_name():
+    spec = QuantSpec(granularity="per_token", symmetric=True, levels="e2m1")
+    object.__setattr__(spec, "metadata_nbits", 8)
+    assert formats._unread_codes(spec) == "codes of uneven levels (`levels` e2m1) with `metadata_nbits=8`"
+
+
+@pytest.mark.parametrize("rope", ["none", "half", "interleaved", "partial"])
+@pytest.mark.parametrize("shape", [USUAL, ACROSS], ids=["usual", "across"])
+@pytest.mark.parametrize("nbits", [2, 3, 4, 8])
+def test_outliers(nbits, shape, rope):
+    settings = sides(shape, nbits=nbits, group_size=16, outliers=0.02)
+    settings["value"] |= {"symmetric": nbits == 3, "rotation": "hadamard" if nbits < 4 else "none"}
+    settings |= {"head_dim": 48, "rotation": rotary(48, rope), "uneven": True}
+    layer = filled_layer(309, **settings)
+    store = layer._block_stores()[0]
+    assert store.outlier_index.shape[-1] == store.spec.num_outliers(48 * layer.view().block_length) > 8
+    check_read(layer, 6, 1)
+    check_read(layer, 2, 3, torch.rand(2, 1, 3, 309) > 0.3)
+    padded = filled_layer(140, batch_size=3, padding=[37, 2, 0], **settings)
+    mask = torch.ones(3, 1, 1, 140, dtype=torch.bool)
+    for row, count in enumerate((37, 2, 0)):
+        mask[row, ..., :count] = False
+    check_read(padded, 4, 1, mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("head_dim", "group_size"), [(16, 32), (80, 64), (128, 128), (256, 64)])
+def test_outliers_of_other_sizes(head_dim, group_size, dtype):
+    both = {"nbits": 3, "group_size": group_size, "outliers": 0.01}
+    layer = filled_layer(300, head_dim=head_dim, dtype=dtype, rotation=rotary(head_dim), key=both, value=both)
+    layer.view().value_store.codes[:, :, 0] ^= 0xFF  # as good as any, for outliers
+    check_read(layer, 6, 1)
+    check_read(layer, 4, 2, torch.randn(2, 4, 2, 300))
+
+
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_outliers_of_one_side_beside_another_format(side):
+    other = "value" if side == "key" else "key"
+    settings = {side: {"nbits": 2, "outliers": 0.005}, other: {"levels": "gaussian", "symmetric": True}}
+    check_read(filled_layer(309, uneven=True, rotation=rotary(32), **settings), 6, 1)
+
+
+def test_places_of_outliers_may_take_the_highest_bit_and_32_bits():
+    both = {"nbits": 2, "group_size": 128, "outliers": 0.01}
+    layer = filled_layer(300, batch_size=1, head_dim=256, key=both, value=both | {"granularity": "per_token"})
+    stores = layer._block_stores()
+    assert all(store.outlier_index.dtype == torch.int16 for store in stores)
+    for store in stores:
+        store.outlier_index = store.outlier_index.int() & 0xFFFF
+        store.outlier_value = store.outlier_value.float()
+    layer.view().memo.clear()
+    check_read(layer, 4, 1)
+
+
+def test_outliers_in_float32():
+    layer = filled_layer(100, rotation=rotary(32), **sides(USUAL, outliers=0.01))
+    big = 1e5 * torch.randn(2, 2, 64, 32)
+    layer.update(big, big)
+    assert layer._stores[0].outlier_value.dtype == layer._stores[1].outlier_value.dtype == torch.float32
+    view, query = layer.view(1), 1e-5 * torch.randn(2, 4, 1, 32)
+    torch.testing.assert_close(
+        cpu.decode_attention(query, view, None, 0.2),
+        reference.decode_attention(query, view, None, 0.2),
+        rtol=1e-4,
+        atol=2e-6 * big.abs().max().item(),
+    )
+
+
+@pytest.mark.parametrize("rope", ["none", "half"])
+@pytest.mark.parametrize("shape", [USUAL, ACROSS], ids=["usual", "across"])
+@pytest.mark.parametrize("symmetric", [False, True], ids=["hybrid", "symmetric"])
+@pytest.mark.parametrize("nbits", [2, 3, 4, 8])
+def test_innerq(nbits, symmetric, shape, rope):
+    settings = sides(shape, method="innerq", nbits=nbits, symmetric=symmetric, group_size=16)
+    layer = filled_layer(309, uneven=True, head_dim=48, rotation=rotary(48, rope), **settings)
+    keys, values = layer._block_stores()
+    assert (keys.factor is None) == (shape is USUAL) == (values.factor is not None)
+    if not symmetric:
+        assert 0 < keys.scale.signbit().float().mean() < 1
+    check_read(layer, 6, 1)
+    check_read(layer, 2, 3, torch.rand(2, 1, 3, 309) > 0.3)
+
+
+@pytest.mark.parametrize("rope", ["none", "interleaved"])
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_factors_along_rows_of_other_granularities(group_size, rope):
+    settings = sides(ACROSS, method="variance_normalized", group_size=group_size)
+    layer = filled_layer(309, uneven=True, head_dim=80, rotation=rotary(80, rope), **settings)
+    for store in layer._block_stores():
+        assert store.factor.amax() > 1.2 * store.factor.amin()  # else nothing would show
+    check_read(layer, 6, 1)
+    check_read(layer, 2, 3, torch.rand(2, 1, 3, 309) > 0.3)
+
+
+PRESETS = ["turboquant2", "turboquant3", "turboquant4", "fp8", "kvquant2", "kvquant3", "innerq3"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_read_without_the_torch_backend(preset, monkeypatch):
+    """Greedy tokens of a tiny model are those of the torch backend, and `auto` does not need it."""
+    model = tiny_model("llama")
+    ids = torch.randint(3, 128, (2, 150), generator=torch.Generator().manual_seed(0))
+    config = KVQuantConfig.from_preset(preset).replace(residual_length=16)
+    tokens = {}
+    for backend in ("torch", "cpu", "auto"):
+        if backend == "auto":
+            monkeypatch.setattr(reference, "decode_attention", lambda *args: pytest.fail("the reference was used"))
+            monkeypatch.setattr(notice, "_told", set())
+        cache = QuantCache(model.config, config, backend=backend)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            tokens[backend] = model.generate(
+                ids, **cache_kwargs(cache), max_new_tokens=40, do_sample=False, pad_token_id=0
+            )
+        assert cache.quantized_length(0) >= 64
+    assert torch.equal(tokens["cpu"], tokens["torch"])
+    assert torch.equal(tokens["auto"], tokens["torch"])
