@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from kvquant_hf.block_state import check_state
 from kvquant_hf.blocks import PARTS, STATE_PARTS, BlockLayout, EncodedBlocks, rows_of
 from kvquant_hf.buffers import GROWTH_SHARE, TensorMap, with_capacity
 from kvquant_hf.packing import PlanarLayout
@@ -12,7 +13,6 @@ from kvquant_hf.quantizers import (
     Outliers,
     QuantizedGroups,
     Quantizer,
-    check_places,
     join_codes,
     quantizer_of,
     split_codes,
@@ -263,7 +263,7 @@ class BlockStore:
         Raises:
             ValueError: A tensor is missing or has a shape or dtype that the settings do not allow.
         """
-        self._check_state(state)
+        check_state(state, self.spec, self.block_length, self.head_dim)
         self.memo.clear()
         self.num_blocks = state["codes"].shape[2] if state else 0
         if not state:
@@ -285,38 +285,3 @@ class BlockStore:
             if encoded.metadata is None:
                 self._left, self.own_layout = self.own_layout, None
         self._set(encoded)
-
-    def _check_state(self, state: dict[str, torch.Tensor]) -> None:
-        if not state:
-            return
-        expected = {"codes"}
-        if self._quantizer is not None:
-            expected |= {"scale"} if self.spec.symmetric else {"scale", "zero_point"}
-            expected |= {"factor"} if self.spec.has_factor else set()
-            expected |= {"extra", "promoted"} if self.spec.promotes else set()
-            expected |= {"outlier_index", "outlier_value"} if self.spec.outliers else set()
-            expected |= {"second_level"} if self.spec.has_second_level else set()
-        if set(state) != expected:
-            raise ValueError(f"stored blocks must have the tensors {sorted(expected)}, got {sorted(state)}.")
-        lead = state["codes"].shape[:3]
-        per_channel = self.spec.granularity == "per_channel"
-        rows, row = (self.head_dim, self.block_length) if per_channel else (self.block_length, self.head_dim)
-        codes = (rows, self.layout.num_bytes) if self.layout else (self.block_length, self.head_dim)
-        promoted = self.spec.num_promoted(self.head_dim)
-        shapes: dict[str, tuple[int, ...]] = {"codes": codes, "factor": (row,), "promoted": (promoted,)}
-        shapes["extra"] = (promoted, self._extra_layout.num_bytes)
-        entries = self.block_length * self.head_dim
-        shapes |= dict.fromkeys(("outlier_index", "outlier_value"), (self.spec.num_outliers(entries),))
-        groups = (rows, -(-row // self.spec.group_size))
-        shapes["scale"] = (rows, groups[1] * self.spec.numbers_per_group)
-        shapes["second_level"] = (1 + self.spec.num_listed(groups[0] * groups[1]),)
-        for name, tensor in state.items():
-            shape = tuple(lead) + shapes.get(name, groups)
-            if tuple(tensor.shape) != shape:
-                raise ValueError(f"stored `{name}` must have the shape {shape}, got {tuple(tensor.shape)}.")
-        if "promoted" in state and state["promoted"].numel():
-            channels = state["promoted"].long()
-            if int(channels.max()) >= self.head_dim or bool((channels.diff(dim=-1) <= 0).any()):
-                raise ValueError(f"stored `promoted` must be ascending channels below {self.head_dim}.")
-        if "outlier_index" in state:
-            check_places(state["outlier_index"], entries)

@@ -20,7 +20,7 @@ LAYERS = [
     {"ops"},
     {"view"},
     {"storage", "window"},
-    {"blocks"},
+    {"blocks", "block_state"},
     {"quantizers"},
     {"presets", "rope", "rotation", "packing", "buffers"},
     {"config"},
