@@ -182,8 +182,22 @@ SMALLER_MACHINES = {
         {"key": BYTES, "value": BYTES | {"levels": "e5m2", "symmetric": True}},
         {"key": {"granularity": "per_token"}, "value": {"granularity": "per_channel", "nbits": 2}},
         {"key": NVFP4, "value": NVFP4},
+        {"key": {"nbits": 3, "outliers": 0.02}, "value": {"nbits": 2, "outliers": 0.02, "levels": "gaussian"}},
     ],
-    ids=["k4v4", "k2v3", "k3v8", "symmetric", "promoted", "k16v2", "factors", "tables", "fp8", "across", "nvfp4"],
+    ids=[
+        "k4v4",
+        "k2v3",
+        "k3v8",
+        "symmetric",
+        "promoted",
+        "k16v2",
+        "factors",
+        "tables",
+        "fp8",
+        "across",
+        "nvfp4",
+        "outliers",
+    ],
 )
 def test_code_for_smaller_machines_is_right(flags, settings, monkeypatch):
     """What a processor without the newest instructions would run, as far as this one can run it."""
