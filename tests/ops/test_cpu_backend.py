@@ -158,6 +158,7 @@ def test_scales_in_float32_are_read():
 
 VARN = {"method": "variance_normalized"}
 BYTES = {"nbits": 8, "levels": "e4m3", "granularity": "per_token", "group_size": 128}
+NVFP4 = {"levels": "e2m1", "symmetric": True, "metadata_nbits": 8, "group_size": 16}
 SMALLER_MACHINES = {
     "no-avx512": ("-mno-avx512f",),
     "avx512-without-dot-products": ("-mno-avx512vnni",),
@@ -180,8 +181,23 @@ SMALLER_MACHINES = {
         {"key": {"levels": "gaussian", "nbits": 3}, "value": {"levels": "e2m1", "group_size": 16}},
         {"key": BYTES, "value": BYTES | {"levels": "e5m2", "symmetric": True}},
         {"key": {"granularity": "per_token"}, "value": {"granularity": "per_channel", "nbits": 2}},
+        {"key": NVFP4, "value": NVFP4},
+        {"key": {"nbits": 3, "outliers": 0.02}, "value": {"nbits": 2, "outliers": 0.02, "levels": "gaussian"}},
     ],
-    ids=["k4v4", "k2v3", "k3v8", "symmetric", "promoted", "k16v2", "factors", "tables", "fp8", "across"],
+    ids=[
+        "k4v4",
+        "k2v3",
+        "k3v8",
+        "symmetric",
+        "promoted",
+        "k16v2",
+        "factors",
+        "tables",
+        "fp8",
+        "across",
+        "nvfp4",
+        "outliers",
+    ],
 )
 def test_code_for_smaller_machines_is_right(flags, settings, monkeypatch):
     """What a processor without the newest instructions would run, as far as this one can run it."""

@@ -10,16 +10,24 @@ from tiny_models import tiny_model
 from kvquant_hf import KVQuantConfig, QuantCache
 from kvquant_hf._compat import cache_kwargs
 from kvquant_hf.ops import cpu, decode_attention, notice, reference
-from kvquant_hf.ops.cpu import formats, tables
+from kvquant_hf.ops.cpu import tables
 from kvquant_hf.quantizers import codebook
 from kvquant_hf.quantizers.levels import Levels
 from kvquant_hf.rope import KeyRotation
-from kvquant_hf.spec import LEVELS_NBITS, QuantSpec
+from kvquant_hf.spec import LEVELS_NBITS
 from tests.ops.test_decode_attention import check, filled_layer, poison_fresh_memory  # noqa: F401
 
 TABLES = [(name, nbits) for name, widths in LEVELS_NBITS.items() for nbits in widths]
+# Listed tables of keys and of values: uneven steps, one-sided, beyond the range of a group, nearly equal numbers.
+LISTED = {
+    2: ((-0.9, -0.2, 0.35, 0.8), (-2.0, 0.1, 0.100001, 0.2)),
+    3: ((-1.0, -0.62, -0.3, -0.1, 0.05, 0.25, 0.6, 1.0), (0.1, 0.2, 0.3, 0.4, 0.5, 1.0, 1.5, 2.0)),
+    4: (tuple(i / 10 - 0.6 if i < 8 else i / 8 - 0.8 for i in range(16)), tuple((i / 8 - 1) ** 3 for i in range(16))),
+}
 TURBO = {"granularity": "per_token", "group_size": 128, "rope": "post", "rotation": "hadamard"}
 TURBO |= {"method": "turboquant", "symmetric": True, "levels": "gaussian"}
+# Scales of e4m3 (NVFP4).
+FP4 = {"levels": "e2m1", "symmetric": True, "metadata_nbits": 8}
 USUAL = {"key": {"granularity": "per_channel"}, "value": {"granularity": "per_token"}}
 ACROSS = {"key": {"granularity": "per_token"}, "value": {"granularity": "per_channel"}}
 
@@ -155,23 +163,103 @@ def test_a_table_is_data(nbits, monkeypatch):
     assert any(part is own.table for part in layer.view().memo["cpu"].levels)
 
 
-@pytest.mark.parametrize(
-    ("side", "changes", "reason"),
-    [
-        ("key", {"metadata_nbits": 8, "symmetric": True}, "keys per_token with `metadata_nbits=8`"),
-        ("value", {"nbits": 2, "promoted": 0.25}, "values per_channel with promoted channels"),
-    ],
-)
-def test_what_is_not_read_across_is_named(side, changes, reason):
-    layer = filled_layer(200, backend="cpu", **{side: ACROSS[side] | changes})
-    with pytest.raises(ValueError, match=f"`backend='cpu'` does not read {reason}"):
+def test_what_is_not_read_across_is_named():
+    layer = filled_layer(200, backend="cpu", value=ACROSS["value"] | {"nbits": 2, "promoted": 0.25})
+    with pytest.raises(ValueError, match="`backend='cpu'` does not read values per_channel with promoted channels"):
         decode_attention(torch.randn(2, 4, 1, 32), layer.view())
 
 
-def test_tables_with_scales_of_8_bits_are_refused_by_name():
-    spec = QuantSpec(granularity="per_token", symmetric=True, levels="e2m1")
-    object.__setattr__(spec, "metadata_nbits", 8)
-    assert formats._unread_codes(spec) == "codes of uneven levels (`levels` e2m1) with `metadata_nbits=8`"
+# ---- scales of a byte --------------------------------------------------------------------------------------------
+
+
+EVEN_BYTES = {"symmetric": True, "metadata_nbits": 8}
+
+
+@pytest.mark.parametrize("rope", ["post", "partial", "interleaved"])
+@pytest.mark.parametrize("shape", [USUAL, ACROSS], ids=["usual", "across"])
+@pytest.mark.parametrize(
+    ("both", "head_dim", "group_size"),
+    [(FP4, 16, 32), (FP4, 48, 64), (FP4, 64, 16), (FP4, 128, 16), (EVEN_BYTES, 48, 32)],
+    ids=["fp4-16", "fp4-48", "fp4-64", "fp4-128", "even-48"],
+)
+def test_scales_of_a_byte(both, head_dim, group_size, shape, rope):
+    """Groups within rows, as long as rows, and longer: the last one is short."""
+    settings = sides(shape, **both, group_size=group_size)
+    settings["key"]["rope"] = "post" if rope == "post" else "pre"
+    rotation = None if rope == "post" else rotary(head_dim, rope)
+    layer = filled_layer(309, uneven=True, head_dim=head_dim, rotation=rotation, **settings)
+    assert all(store.scale.dtype == torch.uint8 for store in layer._block_stores())
+    check_read(layer, 6, 1)
+    check_read(layer, 2, 3, torch.rand(2, 1, 3, 309) > 0.3)
+    padded = filled_layer(140, batch_size=3, padding=[37, 2, 0], head_dim=head_dim, rotation=rotation, **settings)
+    mask = torch.ones(3, 1, 1, 140, dtype=torch.bool)
+    for row, count in enumerate((37, 2, 0)):
+        mask[row, ..., :count] = False
+    check_read(padded, 6, 1, mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("ratio", [1, 3, 7, 16])
+@pytest.mark.parametrize("side", ["both", "key", "value"])
+def test_scales_of_e4m3_of_any_queries(side, ratio, dtype):
+    exact = {"nbits": 16}
+    sides_of = {name: FP4 | ACROSS["key"] if side in (name, "both") else exact for name in ("key", "value")}
+    sides_of["key"]["rope"] = "post"
+    layer = filled_layer(1100, dtype=dtype, uneven=True, head_dim=64, **sides_of)
+    check_read(layer, 2 * ratio, 1)
+    check_read(layer, 2 * ratio, 2, torch.randn(2, 1, 2, 1100))
+
+
+@pytest.mark.parametrize("rope", ["none", "half"])
+@pytest.mark.parametrize("shape", [USUAL, ACROSS], ids=["usual", "across"])
+def test_every_byte_of_e4m3_with_bases_of_all_sizes(shape, rope):
+    layer = filled_layer(309, head_dim=64, rotation=rotary(64, rope), **sides(shape, **FP4, group_size=16))
+    stores = layer._block_stores()
+    for store in stores:
+        amount = store.scale.numel()
+        assert amount > 2 * 0x7F
+        store.scale = (torch.arange(amount) * 5 % 0x7F).to(torch.uint8).view(store.scale.shape)
+        store.scale[0, 0, 1] = 0  # a block of zeros
+        store.scale[1, 1, :, ::3] = 0
+    check_read(layer, 6, 1)
+    query = torch.randn(2, 6, 1, 64)
+    for key_size, value_size in ((1e-30, 1e30), (1e4, 1e-30), (3e-41, 3e-41), (1e30, 1e33)):
+        for store, size in zip(stores, (key_size, value_size), strict=True):
+            store.second_level = torch.full(store.second_level.shape, size)
+            store.second_level[:, :, ::2] *= 0.3
+            store.second_level[:, 1, 0] = 0
+        layer.view(1).memo.clear()
+        assert cpu.unsupported(layer.view(1)) is None
+        scaled = query / max(key_size, 1)
+        got = cpu.decode_attention(scaled, layer.view(1), None, 0.2)
+        want = reference.decode_attention(scaled, layer.view(1), None, 0.2)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * max(1.0, value_size))
+        assert got.isfinite().all()
+
+
+def test_scales_of_e4m3_of_tokens_of_all_sizes():
+    """What the quantizer itself stores of zeros, of the smallest scales and of numbers beyond float16."""
+    for shape in (USUAL, ACROSS):
+        layer = filled_layer(100, rotation=rotary(32), **sides(shape, **FP4, group_size=16))
+        states = torch.randn(2, 2, 128, 32)
+        states[..., :16] *= 1e-7
+        states[:, :, 40:60] = 0
+        states[1] = 0
+        states[0, 1] *= 1e6
+        layer.update(states, states.clone())
+        stores = layer._block_stores()
+        assert all(store.second_level.dtype == torch.float32 and (store.scale == 0).any() for store in stores)
+        query = 1e-5 * torch.randn(2, 4, 1, 32)
+        assert cpu.unsupported(layer.view(1)) is None
+        torch.testing.assert_close(
+            cpu.decode_attention(query, layer.view(), None, 0.2),
+            reference.decode_attention(query, layer.view(), None, 0.2),
+            rtol=1e-4,
+            atol=2e-6 * states.abs().max().item(),
+        )
+
+
+# ---- outliers ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rope", ["none", "half", "interleaved", "partial"])
@@ -201,6 +289,35 @@ def test_outliers_of_other_sizes(head_dim, group_size, dtype):
     layer.view().value_store.codes[:, :, 0] ^= 0xFF  # as good as any, for outliers
     check_read(layer, 6, 1)
     check_read(layer, 4, 2, torch.randn(2, 4, 2, 300))
+
+
+@pytest.mark.parametrize("outliers", [0.0, 0.02])
+@pytest.mark.parametrize("symmetric", [False, True], ids=["zero-points", "symmetric"])
+@pytest.mark.parametrize("shape", [USUAL, ACROSS], ids=["usual", "across"])
+@pytest.mark.parametrize("nbits", LISTED)
+def test_listed_levels(nbits, shape, symmetric, outliers):
+    """A table of its own for keys and for values, alone and beside outliers."""
+    keys, values = LISTED[nbits]
+    settings = sides(shape, nbits=nbits, symmetric=symmetric, group_size=64, outliers=outliers)
+    settings["key"]["levels"], settings["value"]["levels"] = list(keys), list(values)
+    layer = filled_layer(309, head_dim=48, rotation=rotary(48), uneven=True, **settings)
+    check_read(layer, 6, 1)
+    tables = [table.tolist() for table in layer.view().memo["cpu"].levels]
+    assert tables == [torch.tensor(table).tolist() for table in (keys, values)]
+    check_read(layer, 2, 3, torch.rand(2, 1, 3, 309) > 0.3)
+
+
+@pytest.mark.parametrize("rope", ["none", "interleaved"])
+@pytest.mark.parametrize("shape", [USUAL, ACROSS], ids=["usual", "across"])
+@pytest.mark.parametrize(("levels", "nbits"), TABLES)
+def test_outliers_beside_every_table(levels, nbits, shape, rope):
+    settings = sides(shape, levels=levels, nbits=nbits, group_size=16, outliers=0.01)
+    settings["key" if rope == "none" else "value"] |= {"symmetric": True}
+    settings["value"]["rotation"] = "hadamard" if rope == "none" else "none"
+    layer = filled_layer(309, head_dim=64, rotation=rotary(64, rope), uneven=True, **settings)
+    assert all(store.outlier_index.shape[-1] > 8 for store in layer._block_stores())
+    check_read(layer, 6, 1)
+    check_read(layer, 2, 3, torch.rand(2, 1, 3, 309) > 0.3)
 
 
 @pytest.mark.parametrize("side", ["key", "value"])
@@ -262,7 +379,7 @@ def test_factors_along_rows_of_other_granularities(group_size, rope):
     check_read(layer, 2, 3, torch.rand(2, 1, 3, 309) > 0.3)
 
 
-PRESETS = ["turboquant2", "turboquant3", "turboquant4", "fp8", "kvquant2", "kvquant3", "innerq3"]
+PRESETS = ["turboquant2", "turboquant3", "turboquant4", "fp8", "kvquant2", "kvquant3", "innerq3", "nvfp4"]
 
 
 @pytest.mark.parametrize("preset", PRESETS)

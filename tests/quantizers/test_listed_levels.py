@@ -77,7 +77,6 @@ def test_listed_levels_are_values_like_other_settings():
         dataclasses.replace(spec, nbits=3)
     assert not QuantSpec(nbits=16, levels=TABLES[2]).is_quantized
     assert str(spec) == "2-bit per_channel group 32 table levels"
-    assert spec.reference_only == "codes of uneven levels (`levels` table)"
     assert spec.bits_per_value(64) == QuantSpec(nbits=2).bits_per_value(64)
     assert not cpu.can_encode(spec, torch.float32, torch.device("cpu"), 32, 32)
 

@@ -283,7 +283,6 @@ def test_feedback_is_refused():
 def test_settings_that_cannot_be_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         spec_of(**changes)
-    assert spec_of().reference_only == "codes of uneven levels (`levels` gaussian)"
     assert "turboquant_prod" in str(spec_of())
 
 

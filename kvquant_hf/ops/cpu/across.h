@@ -44,11 +44,13 @@ INLINE void turn_keys(const Args &a, int t0, float (*keys)[D]) {
 
 // Keys per token: a row of codes is a token, so that scales wait until the products of a row are summed.
 static __attribute__((noinline)) void score_codes(const Args &a, State &st, const uint8_t *k, int64_t meta0,
-                                                  [[maybe_unused]] int64_t factors, const uint8_t *, const uint8_t *,
-                                                  int64_t n, int first, const Next &next) {
+                                                  [[maybe_unused]] int64_t factors, [[maybe_unused]] int64_t bases,
+                                                  const uint8_t *, const uint8_t *, int64_t n, int first,
+                                                  const Next &next) {
   constexpr int ROW = D * KB / 8;
   alignas(64) float scale[NGK][L], zero[NGK][L];
-  parameters<KB, KT, L * NGK>(a.ks, a.kz, a.kwide, meta0 + n * L * NGK, scale[0], zero[0]);
+  float base = base_of<KM>(a.kbase, a.kbwide, bases + n);
+  parameters<KB, KT, KM, L * NGK>(a.ks, a.kz, a.kwide, meta0 + n * L * NGK, base, scale[0], zero[0]);
   by_column<L, NGK>(scale[0]);
   by_column<L, NGK>(zero[0]);
   const uint8_t *block = k + n * L * ROW;
@@ -103,11 +105,13 @@ static __attribute__((noinline)) void score_codes(const Args &a, State &st, cons
 #if VB != 16 && VX
 // Values per channel: a row of codes is a channel of a block; its product with the weights of the tokens joins the sum.
 static __attribute__((noinline)) void sum_codes(const Args &a, State &st, const uint8_t *v, int64_t meta0,
-                                                [[maybe_unused]] int64_t factors, int64_t, int64_t n, int tokens) {
+                                                [[maybe_unused]] int64_t factors, [[maybe_unused]] int64_t bases, int64_t n,
+                                                int tokens) {
   const Levels<VB, VT> levels(a.vlevels);
   for (int t0 = 0; t0 < tokens; t0 += L, n++) {
     alignas(64) float scale[NGV][DV], zero[NGV][DV];
-    parameters<VB, VT, DV * NGV>(a.vs, a.vz, a.vwide, meta0 + n * DV * NGV, scale[0], zero[0]);
+    float base = base_of<VM>(a.vbase, a.vbwide, bases + n);
+    parameters<VB, VT, VM, DV * NGV>(a.vs, a.vz, a.vwide, meta0 + n * DV * NGV, base, scale[0], zero[0]);
     by_column<DV, NGV>(scale[0]);
     by_column<DV, NGV>(zero[0]);
     const float(*weights)[TILE] = st.s;

@@ -8,16 +8,6 @@
 // Whether weighted sums of values go through 8-bit dot products.
 #define DOT8 (AVX512_DOT8 && VB != 16 && (VT == 0 || VT == 4) && !VX && DV % 32 == 0)
 
-#if VM
-// Scales that sixteen bytes stand for, see quantizers/second_level.py: base · 2^-((255 - byte) / 32), eight to the octave
-// where the base is negative; byte 0 is zero.
-INLINE vf byte_scales(const uint8_t *p, float base) {
-  vf byte = __builtin_convertvector(raw<v16u8>(p), vf);
-  vf scale = exp2v((byte - 255.f) * (base < 0 ? 1 / 8.f : 1 / 32.f)) * fabsf(base);
-  return byte > 0.f ? scale : vf{};
-}
-#endif
-
 // ---- softmax ---------------------------------------------------------------------------------------------------------
 
 static void rescale(State &st, int r, float decay) {
@@ -114,15 +104,17 @@ static void exact_part(const Args &a, const Exact &e, int b, int h, int64_t row,
 // ---- blocks of codes -------------------------------------------------------------------------------------------------
 
 #if KB != 16 && !KX
-// `factors`: place of the first factor of block 0, with KF.
+// `factors`: place of the first factor of block 0, with KF; `bases`: of its base, with KM.
 // `extra` and `promoted`: those of block 0, with KP.
 static __attribute__((noinline)) void score_codes(const Args &a, State &st, const uint8_t *k, int64_t meta0,
-                                                  [[maybe_unused]] int64_t factors, [[maybe_unused]] const uint8_t *extra,
+                                                  [[maybe_unused]] int64_t factors, [[maybe_unused]] int64_t bases,
+                                                  [[maybe_unused]] const uint8_t *extra,
                                                   [[maybe_unused]] const uint8_t *promoted, int64_t n, int first,
                                                   const Next &next) {
   constexpr int ROW = L * KB / 8;
   alignas(64) float scale[D * NGK], zero[D * NGK], x[R][PAIRS + 1], y[R][PAIRS + 1];
-  parameters<KB, KT, D * NGK>(a.ks, a.kz, a.kwide, meta0 + n * D * NGK, scale, zero);
+  float base = base_of<KM>(a.kbase, a.kbwide, bases + n);
+  parameters<KB, KT, KM, D * NGK>(a.ks, a.kz, a.kwide, meta0 + n * D * NGK, base, scale, zero);
   [[maybe_unused]] const Levels<KB, KT> levels(a.klevels);
 #if KP
   // A promoted code is 4 · high + low: the scale of the high part is four times that of the low one.
@@ -278,19 +270,11 @@ static __attribute__((noinline)) void sum_codes(const Args &a, State &st, const 
   auto &zeros = VF ? apart : st.zero;
   for (int t0 = 0; t0 < tokens; t0 += L) {
     alignas(64) float step[NGV][L], zero[NGV][L];
-#if VM
-    int64_t block = bases + n + t0 / L;
-    float base = a.vbwide ? ((const float *)a.vbase)[block] : fetch1(F16, a.vbase, block);
-#endif
+    float base = base_of<VM>(a.vbase, a.vbwide, bases + n + t0 / L);
     for (int i = 0; i < L * NGV; i += 16) {
       int64_t at = meta0 + (n * L + t0) * NGV + i;
       vf s, z;
-#if VM
-      s = byte_scales((const uint8_t *)a.vs + at, base);
-      z = s * middle_of(VB, VT);
-#else
-      parameters<VB, VT>(a.vs, a.vz, a.vwide, at, s, z);
-#endif
+      parameters<VB, VT, VM>(a.vs, a.vz, a.vwide, at, base, s, z);
       if (DOT8 && VB == 8) z += s * 128.f;  // the dot products read codes as signed: code - 128
       store(&step[0][0] + i, s);
       store(&zero[0][0] + i, z);
@@ -366,8 +350,8 @@ static void block_part(const Args &a, int b, int h, int64_t row, int64_t n0, int
     for (int j = 0; j < blocks; j++) {
       int64_t next = n + j + 1 < n1 ? n + j + 1 : n;
       expect_parameters(a, kmeta, vmeta, next);
-      score_codes(a, st, (const uint8_t *)k, kmeta, kfactors, extra, promoted, n + j, j * L,
-                  {k + next * D * L * KB / 8, v + next * L * DV * VB / 8});
+      score_codes(a, st, (const uint8_t *)k, kmeta, kfactors, KM ? b * a.kbb + h * a.kbh : 0, extra, promoted,
+                  n + j, j * L, {k + next * D * L * KB / 8, v + next * L * DV * VB / 8});
 #if KO
       score_outliers(a, st, b, h, (const uint8_t *)k, kmeta, n + j, j * L);
 #endif

@@ -10,7 +10,7 @@
 //   KH VH    whether keys, values are stored in the Hadamard basis
 //   KF VF    whether blocks have a factor per element of a row: keys one per token, values one per channel of a block
 //   KP       channels of a block of keys that have two more bits
-//   VM       whether scales of values are bytes, relative to a number of their block (symmetric codes)
+//   KM VM    what bytes of scales of keys, values stand for (enum Coding); symmetric codes only
 //   KT VT    what codes of keys, values stand for (enum Spacing)
 //   KX VX    whether keys lie per token, values per channel: across the usual granularity
 //   KO VO    outliers of a block of keys, of values: entries that are stored as they are, whatever their codes say
@@ -29,6 +29,7 @@ constexpr int UK = unit_of(KLEN), UV = unit_of(VLEN), WK = UK / 16, WV = UV / 16
 constexpr int NB = !VF && L < 64 ? 64 / L : 1, TILE = NB * L;
 constexpr int HALF = RW / 2, PAIRS = (HALF + 15) / 16 * 16;
 constexpr int NGK = (KLEN + GK - 1) / GK, NGV = (VLEN + GV - 1) / GV;
+enum Coding { NUMBERS = 0, OCTAVES = 1, FP8 = 2 };  // scales are numbers, or bytes relative to one of their block
 constexpr int PARTS = VH ? 2 : 1;  // sums in the plain and in the Hadamard basis
 constexpr float LOG2E = 1.44269504088896340736f;
 
@@ -65,6 +66,8 @@ struct Args {
   int64_t vbb, vbh, vbwide;        // its strides of batch and head, and whether it is float32 instead of float16
   const float *klevels, *vlevels;  // tables of what codes stand for, with KT, VT
   Sparse koutliers, voutliers;
+  const char *kbase;               // what bytes of scales of keys are relative to, like `vbase`
+  int64_t kbb, kbh, kbwide;
 };
 
 struct State {
@@ -116,9 +119,34 @@ struct Next {
   }
 };
 
-// Scales and zero points of sixteen groups, from number `at` on.
-template <int B, int S>
-INLINE void parameters(const char *scales, const char *zeros, bool wide, int64_t at, vf &scale, vf &zero) {
+// Scales that sixteen bytes stand for, relative to `base`. OCTAVES, see quantizers/second_level.py: base · 2^-((255 -
+// byte) / 32), eight to the octave where the base is negative; byte 0 is zero. FP8, see quantizers/nvfp4.py: base · e4m3 /
+// 448; four bits of exponent and three of mantissa are those of a float16 from bit 7 on, times 2^-8.
+template <int M> INLINE vf byte_scales(const uint8_t *p, float base) {
+  if constexpr (M == FP8) {
+    v16u16 half = __builtin_convertvector(raw<v16u8>(p), v16u16) << 7;
+    return half16(&half) * (256.f / 448.f) * base;
+  } else {
+    vf byte = __builtin_convertvector(raw<v16u8>(p), vf);
+    vf scale = exp2v((byte - 255.f) * (base < 0 ? 1 / 8.f : 1 / 32.f)) * fabsf(base);
+    return byte > 0.f ? scale : vf{};
+  }
+}
+
+// What the bytes of a block are relative to, number `at`.
+template <int M> INLINE float base_of(const char *bases, bool wide, int64_t at) {
+  if constexpr (M == NUMBERS) return 1;
+  else return wide ? ((const float *)bases)[at] : fetch1(F16, bases, at);
+}
+
+// Scales and zero points of sixteen groups, from number `at` on; scales of bytes are relative to `base`.
+template <int B, int S, int M>
+INLINE void parameters(const char *scales, const char *zeros, bool wide, int64_t at, float base, vf &scale, vf &zero) {
+  if constexpr (M != NUMBERS) {
+    scale = byte_scales<M>((const uint8_t *)scales + at, base);
+    zero = scale * middle_of(B, S);
+    return;
+  }
   scale = meta(scales, at, wide);
   if (!zeros) { zero = scale * middle_of(B, S); return; }
   zero = meta(zeros, at, wide);
@@ -130,11 +158,11 @@ INLINE void parameters(const char *scales, const char *zeros, bool wide, int64_t
 }
 
 // Those of N groups.
-template <int B, int S, int N>
-INLINE void parameters(const char *scales, const char *zeros, bool wide, int64_t at, float *scale, float *zero) {
+template <int B, int S, int M, int N>
+INLINE void parameters(const char *scales, const char *zeros, bool wide, int64_t at, float base, float *scale, float *zero) {
   for (int i = 0; i < N; i += 16) {
     vf s, z;
-    parameters<B, S>(scales, zeros, wide, at + i, s, z);
+    parameters<B, S, M>(scales, zeros, wide, at + i, base, s, z);
     store(scale + i, s);
     store(zero + i, z);
   }

@@ -28,8 +28,8 @@ def obstacle(view: "KVView") -> str | None:
     for spec in (key, value):
         if spec.is_quantized and (reason := _unread_codes(spec)) is not None:
             return reason
-    if (across := _unread_across(key, value)) is not None:
-        return across
+    if value.is_quantized and value.granularity == "per_channel" and value.promotes:
+        return "values per_channel with promoted channels"
     for name, spec in (("keys", key), ("values", value)):
         if spec.is_quantized and spec.rotation not in ("none", "hadamard"):
             return f"{name} with rotation={spec.rotation!r}"
@@ -47,18 +47,7 @@ def _unread_codes(spec: "QuantSpec") -> str | None:
     """What codes are that the kernel cannot make numbers of."""
     if spec.method == "turboquant_prod":
         return "`method: turboquant_prod`"
-    if spec.has_second_level and spec.levels != "uniform":
-        return f"codes of uneven levels (`levels` {spec.levels_name}) with `metadata_nbits=8`"
-    # A zero point of 8 bits takes tables and a list, a scale one power of two.
-    if spec.has_second_level and not (spec.symmetric and spec.granularity == "per_token"):
-        return "`metadata_nbits=8` but of symmetric codes per token"
-    return None
-
-
-def _unread_across(key: "QuantSpec", value: "QuantSpec") -> str | None:
-    """What keys per token or values per channel have that only the usual granularities may have."""
-    if key.has_second_level and key.granularity == "per_token":
-        return "keys per_token with `metadata_nbits=8`"
-    if value.promotes and value.granularity == "per_channel":
-        return "values per_channel with promoted channels"
+    # A zero point of 8 bits takes tables and a list, a scale one power of two or a conversion.
+    if spec.has_second_level and not spec.symmetric:
+        return "`metadata_nbits=8` but of symmetric codes"
     return None

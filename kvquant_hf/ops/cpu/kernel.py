@@ -11,9 +11,10 @@ import torch
 
 from kvquant_hf.ops.cpu.build import ELEMENT_KINDS, load, parallel_region
 from kvquant_hf.ops.cpu.formats import obstacle
-from kvquant_hf.ops.cpu.tables import level_table, offset_columns, offset_tables, spacing, start_tables
+from kvquant_hf.ops.cpu.tables import level_table, offset_columns, offset_tables, scale_coding, spacing, start_tables
 
 if TYPE_CHECKING:
+    from kvquant_hf.storage import BlockStore
     from kvquant_hf.view import KVView
 
 # Numbers of query rows that kernels are compiled for; more accumulators than six rows need do not fit in registers.
@@ -40,6 +41,7 @@ class _Plan:
     factors: list[int]
     levels: tuple[torch.Tensor | None, torch.Tensor | None]
     outliers: list[int]
+    key_bases: list[int]
     defines: tuple[tuple[str, int], ...]
     calls: dict[tuple[int, ...], "_Call"]
 
@@ -137,7 +139,8 @@ def _new_call(plan: _Plan, view: "KVView", num_heads: int, q_len: int, kind: int
         + [0] * 30
         + plan.factors
         + [0 if table is None else table.data_ptr() for table in plan.levels]
-        + plan.outliers,
+        + plan.outliers
+        + plan.key_bases,
     )
     function = _function((*plan.defines, ("R", chunk)))
     return _Call(function, args, args.buffer_info()[0], (), scratch)
@@ -180,7 +183,8 @@ def _plan(view: "KVView") -> _Plan:
         "KP": key.num_promoted(view.key_shape[3]) if key.is_quantized else 0,
         "KF": int(key.has_factor),
         "VF": int(value.has_factor),
-        "VM": int(value.has_second_level),
+        "KM": scale_coding(key),
+        "VM": scale_coding(value),
         "KT": spacing(key),
         "VT": spacing(value),
         "KX": int(key.is_quantized and key.granularity == "per_token"),
@@ -190,7 +194,8 @@ def _plan(view: "KVView") -> _Plan:
         "KIND": ELEMENT_KINDS[view.key_dtype],
     }
     levels = level_table(key), level_table(value)
-    plan = _Plan(blocks, tables, factors, levels, _outlier_fields(view), tuple(defines.items()), {})
+    others = _outlier_fields(view), _base_fields(view.key_store)
+    plan = _Plan(blocks, tables, factors, levels, *others, tuple(defines.items()), {})
     view.memo["cpu"] = plan
     return plan
 
@@ -211,7 +216,7 @@ def _block_fields(view: "KVView") -> list[int]:
 
 
 def _factor_fields(view: "KVView") -> list[int]:
-    """Addresses and strides of factors, of what promoted channels add and of what bytes of scales are relative to.
+    """Addresses and strides of factors, of what promoted channels add and of bases of values.
 
     Zeros where there are none, likewise.
     """
@@ -224,9 +229,13 @@ def _factor_fields(view: "KVView") -> list[int]:
     fields += [0 if tensor is None else tensor.data_ptr() for tensor in promotion]
     for tensor in promotion:
         fields += [0, 0] if tensor is None else tensor.stride()[:2]
-    base = view.value_store.second_level
-    fields += [0] * 4 if base is None else [base.data_ptr(), *base.stride()[:2], int(base.dtype == torch.float32)]
-    return fields
+    return fields + _base_fields(view.value_store)
+
+
+def _base_fields(store: "BlockStore") -> list[int]:
+    """Address, strides and width of what bytes of scales are relative to; zeros where there are none."""
+    base = store.second_level
+    return [0] * 4 if base is None else [base.data_ptr(), *base.stride()[:2], int(base.dtype == torch.float32)]
 
 
 def _outlier_fields(view: "KVView") -> list[int]:

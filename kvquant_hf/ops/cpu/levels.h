@@ -8,17 +8,6 @@
 enum Spacing { EVEN = 0, TABLE = 1, E4M3 = 2, E5M2 = 3, SIGNED = 4 };
 constexpr bool is_even(int spacing) { return spacing == EVEN || spacing == SIGNED; }
 
-// One code of a row that consists of units of U.
-template <int B, int U> INLINE int code_at(const uint8_t *row, int element) {
-  const uint8_t *p = row + element / U * (U * B / 8);
-  int i = element % U;
-  if constexpr (B == 8) return p[i];
-  if constexpr (B == 4) return p[i % (U / 2)] >> i / (U / 2) * 4 & 15;
-  int code = p[i % (U / 4)] >> i / (U / 4) * 2 & 3;
-  if constexpr (B == 3) code |= (p[U / 4 + i % (U / 8)] >> i / (U / 8) & 1) << 2;
-  return code;
-}
-
 // Zero point of symmetric codes, in scales.
 constexpr float middle_of(int bits, int spacing) {
   return spacing == EVEN ? ((1 << bits) - 1) / -2.f : spacing == SIGNED ? 1.f - (1 << (bits - 1)) : 0.f;

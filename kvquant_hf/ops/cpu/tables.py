@@ -21,6 +21,8 @@ _SHORTEST = 64
 # `enum Spacing` in levels.h. Codes of formats are turned into numbers by their bits, those of other tables looked up.
 _EVEN, _TABLE, _SIGNED = 0, 1, 4
 _FORMATS = {"e4m3": 2, "e5m2": 3}
+# `enum Coding` in decode.h, by the levels that the scales belong to.
+_NUMBERS, _CODINGS = 0, {"uniform": 1, "e2m1": 2}
 
 
 def spacing(spec: "QuantSpec") -> int:
@@ -28,6 +30,11 @@ def spacing(spec: "QuantSpec") -> int:
     if not spec.is_quantized or spec.levels == "uniform":
         return _SIGNED if spec.is_quantized and spec.method == "innerq" else _EVEN
     return _FORMATS.get(spec.levels_name, _TABLE)
+
+
+def scale_coding(spec: "QuantSpec") -> int:
+    """What scales are: numbers, or bytes of one of two kinds."""
+    return _CODINGS[spec.levels_name] if spec.has_second_level else _NUMBERS
 
 
 def level_table(spec: "QuantSpec") -> torch.Tensor | None:
