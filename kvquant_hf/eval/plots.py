@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
+from kvquant_hf.eval.labels import place_labels
 from kvquant_hf.eval.statistics import Interval
 
 # Drawn without `pyplot`: no backend is chosen and no global figure list is kept for the program that calls this.
@@ -21,7 +22,8 @@ _STYLE: Any = {
     "svg.hashsalt": "kvquant_hf",
     "svg.fonttype": "path",
 }
-_PANEL = (4.6, 3.4)
+_PANEL, _LARGE_PANEL = (4.6, 3.4), (7.0, 5.0)
+_CROWD = 8  # points of a panel from which on it is a large one
 _DECADES = 30  # largest over smallest value beyond which `dots` turns to a logarithmic scale
 
 
@@ -58,10 +60,10 @@ def save(figure: Figure, base: Path) -> list[Path]:
     return paths
 
 
-def _panels(count: int, columns: int = 3) -> tuple[Figure, list[Axes]]:
+def _panels(count: int, columns: int = 3, size: tuple[float, float] = _PANEL) -> tuple[Figure, list[Axes]]:
     columns = min(count, columns)
     rows = -(-count // columns)
-    figure = Figure(figsize=(_PANEL[0] * columns, _PANEL[1] * rows), layout="constrained")
+    figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
     axes = list(np.ravel(figure.subplots(rows, columns, squeeze=False)))
     for unused in axes[count:]:
         unused.set_visible(False)
@@ -80,16 +82,27 @@ def quality_against_size(
         front: Join the points of which none other is both smaller and lower (the Pareto front, lower being better).
     """
     with matplotlib.rc_context(_STYLE):
-        figure, axes = _panels(len(panels))
-        for ax, (title, points) in zip(axes, panels.items(), strict=True):
-            _draw_points(ax, [point for point in points if point.value > 0 or not log])
-            ax.set(title=title, xlabel="bits per value", ylabel=label)
-            if front:
-                best = pareto_front([(point.bits, point.value) for point in points if point.value > 0 or not log])
-                ax.plot([size for size, _ in best], [loss for _, loss in best], color="grey", linewidth=1, zorder=0)
+        crowded = max(map(len, panels.values()), default=0) > _CROWD
+        figure, axes = _panels(len(panels), columns=2 if crowded else 3, size=_LARGE_PANEL if crowded else _PANEL)
+        shown = [[point for point in points if point.value > 0 or not log] for points in panels.values()]
+        for ax, title, points in zip(axes, panels, shown, strict=True):
             if log:
                 ax.set_yscale("log")
+            _draw_points(ax, points)
+            ax.set(title=title, xlabel="bits per value", ylabel=label)
+            if front:
+                best = pareto_front([(point.bits, point.value) for point in points])
+                ax.plot([size for size, _ in best], [loss for _, loss in best], color="grey", linewidth=1, zorder=0)
+        for ax, points in zip(axes, shown, strict=True):
+            place_labels(ax, [(_short(p.name), p.bits, p.value) for p in points if not p.is_reference])
     return figure
+
+
+def _short(name: str) -> str:
+    """A name without the ending of a file and without folders but the last."""
+    path, comma, settings = name.partition(",")
+    parts = path.removesuffix(".yaml").split("/")
+    return "/".join(parts[-2:]) + comma + settings
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -111,7 +124,6 @@ def _draw_points(ax: Axes, points: Sequence[Point]) -> None:
         low, high = point.interval or (point.value, point.value)
         errors = [[max(point.value - low, 0.0)], [max(high - point.value, 0.0)]]
         ax.errorbar(point.bits, point.value, yerr=errors, fmt="o", markersize=4, capsize=2, linewidth=1)
-        ax.annotate(point.name, (point.bits, point.value), textcoords="offset points", xytext=(5, 4), fontsize=7)
     ax.margins(x=0.2, y=0.15)  # room for the names
     if any(point.is_reference for point in points):
         ax.legend(fontsize=7)
