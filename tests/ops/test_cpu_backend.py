@@ -34,7 +34,7 @@ def clean_slate(monkeypatch, tmp_path):
 
 @pytest.fixture
 def variant():
-    """What one variant of the kernel is compiled with; asked for before `clean_slate`, since filling a layer compiles."""
+    """What one variant of the kernel is compiled with; comes before `clean_slate`, since filling a layer compiles."""
     return (*cpu.kernel._plan(filled_layer(100).view()).defines, ("R", 2))
 
 
