@@ -447,7 +447,7 @@ def test_settings_that_cannot_be_are_named(changes, message):
     assert not QuantSpec(**TURBO | {"nbits": 16}).is_quantized
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", sorted(set(CACHES) - {"turboquant_prod"}))
 def test_uneven_levels_are_read_on_the_cpu_and_left_to_torch_elsewhere(name):
     config = KVQuantConfig(residual_length=16).replace(**CACHES[name])
     generator = torch.Generator().manual_seed(0)
@@ -466,6 +466,22 @@ def test_uneven_levels_are_read_on_the_cpu_and_left_to_torch_elsewhere(name):
     for spec in (config.key, config.value):
         assert not cpu.can_encode(spec, states.dtype, states.device, 32, 32)
     assert triton.word_layouts((config.key, config.value), 32, (32, 32), None) == (None, None)
+
+
+def test_what_projections_say_of_residuals_is_left_to_torch():
+    config = KVQuantConfig(residual_length=16).replace(**CACHES["turboquant_prod"])
+    states = torch.randn(1, 2, 100, 32, generator=torch.Generator().manual_seed(0))
+    query, outputs = torch.randn(1, 4, 1, 32), {}
+    for backend in ("torch", "auto"):
+        layer = QuantLayer(config.replace(backend=backend))
+        layer.update(states, states)
+        outputs[backend] = decode_attention(query, layer.view())
+    assert torch.equal(outputs["torch"], outputs["auto"])
+    strict = QuantLayer(config.replace(backend="cpu"))
+    strict.update(states, states)
+    with pytest.raises(ValueError, match="`backend='cpu'` does not read `method: turboquant_prod`"):
+        decode_attention(query, strict.view())
+    assert triton.unsupported(layer.view()) is not None
 
 
 @pytest.mark.parametrize("side", ["key", "value"])
