@@ -4,7 +4,7 @@ import torch
 
 from kvquant_hf.quantizers.base import QuantizedGroups
 from kvquant_hf.quantizers.feedback import codes_with_feedback, row_of
-from kvquant_hf.spec import QuantSpec
+from kvquant_hf.quantizers.grouped import GroupedQuantizer
 
 _HALF_MAX = 65504.0
 # Below this the spacing of float16 (2**-24) distorts a scale by more than 0.4 %.
@@ -13,7 +13,7 @@ _HALF_SMALL_SCALE = 2.0**-16
 _CLIP_SHARES = tuple(1 - 0.05 * step for step in range(1, 11))
 
 
-class AffineQuantizer:
+class AffineQuantizer(GroupedQuantizer):
     """Asymmetric (minimum as zero point) or symmetric uniform codes, optionally with a clipped range.
 
     Asymmetric codes are `round((x - zero_point) / scale)` with `zero_point` the group's minimum and `scale` the range
@@ -23,43 +23,20 @@ class AffineQuantizer:
     grid always covers the range and a constant group comes back exactly (to float16 precision if symmetric).
     """
 
-    def __init__(self, spec: QuantSpec, nbits: int | None = None) -> None:
-        self.nbits = spec.nbits if nbits is None else nbits
-        self.group_size = spec.group_size
-        self.symmetric = spec.symmetric
-        self.clip = spec.clip
-
-    def quantize(
-        self, rows: torch.Tensor, range_rows: torch.Tensor | None = None, feedback: torch.Tensor | None = None
-    ) -> QuantizedGroups:
-        """Codes of rows, see `Quantizer.quantize`."""
-        scale, zero_point = self.fit_rows(rows if range_rows is None else range_rows)
-        return QuantizedGroups(self.codes_of_rows(rows, scale, zero_point, feedback), scale, zero_point)
-
     def fit_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scales and zero points `[..., num_groups]` of rows `[..., length]`, as they are stored."""
         return self.fit(self.grouped(rows))
 
-    def codes_of_rows(
+    def codes_of_groups(
         self,
-        rows: torch.Tensor,
+        groups: torch.Tensor,
         scale: torch.Tensor,
         zero_point: torch.Tensor | None,
         feedback: torch.Tensor | None = None,
         exact: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Codes of rows `[..., length]` against stored parameters `[..., num_groups]`, uint8.
-
-        Args:
-            rows: What to round, float32.
-            scale: Stored scales.
-            zero_point: Likewise.
-            feedback: See `Quantizer.quantize`.
-            exact: Like `rows`, bool: entries whose codes nobody reads, so that they have no error to feed back.
-        """
-        unread = None if exact is None else self.grouped(exact)
-        codes = self.codes_up_to(self.levels, self.grouped(rows), scale, zero_point, feedback, unread)
-        return codes.flatten(-2)[..., : rows.shape[-1]]
+        """Codes of groups, see `GroupedQuantizer.codes_of_groups`."""
+        return self.codes_up_to(self.levels, groups, scale, zero_point, feedback, exact)
 
     def fit(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scales and zero points `[...]` of groups `[..., n]`, as they are stored."""

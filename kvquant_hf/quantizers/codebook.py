@@ -6,6 +6,7 @@ import torch
 
 from kvquant_hf.quantizers.base import QuantizedGroups
 from kvquant_hf.quantizers.feedback import codes_with_feedback, row_of
+from kvquant_hf.quantizers.grouped import GroupedQuantizer
 from kvquant_hf.quantizers.levels import Levels, levels_of
 from kvquant_hf.quantizers.sums import sum_by_halves
 from kvquant_hf.spec import QuantSpec
@@ -20,7 +21,7 @@ _LARGEST = torch.finfo(torch.float32).max
 _CLIP_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4, 1.1, 1.25, 1.5)
 
 
-class CodebookQuantizer:
+class CodebookQuantizer(GroupedQuantizer):
     """Codes of unevenly spaced levels, those of `QuantSpec.levels`.
 
     Asymmetric codes have the middle of the group's range as zero point, symmetric ones have none. The scale brings the
@@ -35,46 +36,23 @@ class CodebookQuantizer:
     """
 
     def __init__(self, spec: QuantSpec) -> None:
-        self.name, self.nbits = spec.levels, spec.nbits
-        self.group_size = spec.group_size
-        self.symmetric = spec.symmetric
-        self.clip = spec.clip
-
-    def quantize(
-        self, rows: torch.Tensor, range_rows: torch.Tensor | None = None, feedback: torch.Tensor | None = None
-    ) -> QuantizedGroups:
-        """Codes of rows, see `Quantizer.quantize`."""
-        scale, zero_point = self.fit_rows(rows if range_rows is None else range_rows)
-        return QuantizedGroups(self.codes_of_rows(rows, scale, zero_point, feedback), scale, zero_point)
+        super().__init__(spec)
+        self.name = spec.levels
 
     def fit_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scales and zero points `[..., num_groups]` of rows `[..., length]`, as they are stored."""
-        return self._fit(levels_of(self.name, self.nbits, rows.device), self._grouped(rows), self._valid(rows))
+        return self._fit(levels_of(self.name, self.nbits, rows.device), self.grouped(rows), self._valid(rows))
 
-    def codes_of_rows(
+    def codes_of_groups(
         self,
-        rows: torch.Tensor,
+        groups: torch.Tensor,
         scale: torch.Tensor,
         zero_point: torch.Tensor | None,
         feedback: torch.Tensor | None = None,
         exact: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Codes of rows against stored parameters, see `AffineQuantizer.codes_of_rows`."""
-        levels = levels_of(self.name, self.nbits, rows.device)
-        marked = None if exact is None else self._grouped(exact)
-        codes = self._coded(levels, self._grouped(rows), scale, zero_point, feedback, marked)
-        return codes.flatten(-2)[..., : rows.shape[-1]]
-
-    def _coded(
-        self,
-        levels: Levels,
-        groups: torch.Tensor,
-        scale: torch.Tensor,
-        zero_point: torch.Tensor | None,
-        feedback: torch.Tensor | None,
-        exact: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Codes of groups `[..., n]` against stored parameters `[...]`, uint8; see `AffineQuantizer.codes_up_to`."""
+        """Codes of groups, see `GroupedQuantizer.codes_of_groups`."""
+        levels = levels_of(self.name, self.nbits, groups.device)
         if feedback is None:
             return _codes(levels, groups, scale, zero_point)
 
@@ -89,10 +67,10 @@ class CodebookQuantizer:
         """Values of codes, see `Quantizer.dequantize`."""
         levels = levels_of(self.name, self.nbits, groups.codes.device)
         length = groups.codes.shape[-1]
-        codes = self._grouped(groups.codes)
+        codes = self.grouped(groups.codes)
         return _values(levels, codes, groups.scale, groups.zero_point).flatten(-2)[..., :length]
 
-    def _grouped(self, rows: torch.Tensor) -> torch.Tensor:
+    def grouped(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., length]` to `[..., num_groups, group_size]`, a short last group filled with its last element."""
         missing = -rows.shape[-1] % self.group_size
         if missing:
@@ -212,7 +190,7 @@ class TurboQuantizer(CodebookQuantizer):
         if feedback is not None:
             raise ValueError("`feedback` serves keys per channel; `method='turboquant'` stores tokens.")
         levels = levels_of(self.name, self.nbits, rows.device)
-        fitted = self._grouped(rows if range_rows is None else range_rows)
+        fitted = self.grouped(rows if range_rows is None else range_rows)
         valid = self._valid(rows)
         peak = fitted.abs().amax(-1, keepdim=True)
         spread = _norm(fitted / torch.where(peak > 0, peak, 1.0), valid)
@@ -227,7 +205,7 @@ class TurboQuantizer(CodebookQuantizer):
         wide = (scale > _HALF_MAX) | ((scale > 0) & (scale < _HALF_SMALL_SCALE))
         scale = _stored(scale, wide).to(torch.float32 if bool(wide.any()) else torch.float16)
         if range_rows is not None:
-            codes = nearest(self._grouped(rows))
+            codes = nearest(self.grouped(rows))
         return QuantizedGroups(codes.flatten(-2)[..., : rows.shape[-1]], scale, None)
 
 

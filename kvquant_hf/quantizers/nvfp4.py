@@ -32,14 +32,14 @@ class MicroscaledQuantizer(CodebookQuantizer):
     ) -> QuantizedGroups:
         """Codes of rows, see `Quantizer.quantize`; scales are bytes, the bits of their `e4m3` numbers."""
         levels = levels_of(self.name, self.nbits, rows.device)
-        groups = self._grouped(rows)
-        fitted = groups if range_rows is None else self._grouped(range_rows)
+        groups = self.grouped(rows)
+        fitted = groups if range_rows is None else self.grouped(range_rows)
         needed = fitted.abs().amax(-1) / levels.reach
         base, is_half = _base(needed)
         scale_codes = _scale_codes(needed, base, levels)
         if self.clip == "mse":
             scale_codes = _clipped(levels, fitted, self._valid(rows), needed, base, scale_codes)
-        codes = self._coded(levels, groups, _scales(scale_codes, base), None, feedback)
+        codes = self.codes_of_groups(groups, _scales(scale_codes, base), None, feedback)
         second_level = base.squeeze(-1)
         return QuantizedGroups(
             codes.flatten(-2)[..., : rows.shape[-1]],
@@ -52,7 +52,7 @@ class MicroscaledQuantizer(CodebookQuantizer):
         """Values of codes, see `Quantizer.dequantize`."""
         levels = levels_of(self.name, self.nbits, groups.codes.device)
         length = groups.codes.shape[-1]
-        values = _values(levels, self._grouped(groups.codes), self.expanded(groups), None)
+        values = _values(levels, self.grouped(groups.codes), self.expanded(groups), None)
         return values.flatten(-2)[..., :length]
 
     def expanded(self, groups: QuantizedGroups) -> torch.Tensor:

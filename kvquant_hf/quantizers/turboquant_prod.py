@@ -47,7 +47,7 @@ class TurboProdQuantizer(CodebookQuantizer):
             raise ValueError("`feedback` serves keys per channel; `method='turboquant_prod'` stores tokens.")
         levels = levels_of(self.name, self.nbits - 1, rows.device)
         valid = self._valid(rows)
-        fitted = self._grouped(rows if range_rows is None else range_rows)
+        fitted = self.grouped(rows if range_rows is None else range_rows)
         peak = fitted.abs().amax(-1, keepdim=True)
         peak = torch.where(peak > 0, peak, 1.0)
         norm = _norm(fitted / peak, valid)
@@ -59,7 +59,7 @@ class TurboProdQuantizer(CodebookQuantizer):
         residual_norm = (_norm(residual, valid) * reach * peak).clamp_(max=_LARGEST)
         stored = torch.cat([scale, _stored(residual_norm, wide)], -1).transpose(-1, -2).flatten(-2)
         if range_rows is not None:
-            even = (self._grouped(rows) / peak).clamp_(-_LARGEST, _LARGEST)
+            even = (self.grouped(rows) / peak).clamp_(-_LARGEST, _LARGEST)
             codes, residual, _ = _nearest(levels, even, scale / peak, valid)
         codes = codes + (self._signs(residual, valid) << (self.nbits - 1))
         stored = stored.to(torch.float32 if bool(wide.any()) else torch.float16)
@@ -69,7 +69,7 @@ class TurboProdQuantizer(CodebookQuantizer):
         """Values of codes, see `Quantizer.dequantize`."""
         levels = levels_of(self.name, self.nbits - 1, groups.codes.device)
         length = groups.codes.shape[-1]
-        codes, valid = self._grouped(groups.codes), self._valid(groups.codes)
+        codes, valid = self.grouped(groups.codes), self._valid(groups.codes)
         scale, residual_norm = groups.scale.float().chunk(2, -1)
         values = levels.values(codes & (2 ** (self.nbits - 1) - 1)).mul_(scale[..., None])
         signs = (codes >> (self.nbits - 1)).double().mul_(2).sub_(1)

@@ -16,6 +16,7 @@ from kvquant_hf.ops import cpu, decode_attention, notice, reference
 from kvquant_hf.quantizers import AffineQuantizer, ByteMetadataQuantizer, PromotedQuantizer, quantizer_of
 from kvquant_hf.storage import BlockStore
 from tests.quantizers.cuts import assert_cuts_change_nothing
+from tests.quantizers.stores import counted_store
 
 D, L = 64, 64
 NBITS = (2, 3, 4, 8)
@@ -307,21 +308,15 @@ STORED += [spec_of(granularity="per_token", rotation="hadamard", symmetric=True)
 @pytest.mark.parametrize("head_dim", [64, 80])
 @pytest.mark.parametrize("spec", STORED, ids=str)
 def test_every_byte_is_counted_and_earlier_values_stay(spec, head_dim):
-    blocks = torch.randn(2, 3, 5, L, head_dim, generator=torch.Generator().manual_seed(0))
-    store = BlockStore(spec, L, head_dim, torch.float32)
-    for part in blocks[:, :, :4].split(2, dim=2):
-        store.append(store.encode(part))
-    parts, before = store.bytes_by_part(), store.read(0, 4).clone()
-    assert sum(parts.values()) == sum(tensor.untyped_storage().nbytes() for tensor in store.tensors())
-    bits = 8 * (parts["codes"] + parts["scales"] + parts["zero_points"]) / blocks[:, :, :4].numel()
-    assert bits == pytest.approx(spec.bits_per_value(head_dim, L), rel=1e-12)
+    store, block = counted_store(spec, L, head_dim)
+    before = store.read(0, 4).clone()
     plain = replace(spec, metadata_nbits=16)
     numbers = 8 * spec.num_promoted(head_dim) / (L * head_dim)
     shared = 16 * store.second_level.shape[-1] / (L * head_dim)
     words = plain.metadata_bits(head_dim, L) - numbers
     assert spec.metadata_bits(head_dim, L) == pytest.approx(words / 2 + numbers + shared) and shared < 0.03
     assert store.second_level.dtype == torch.float16
-    store.append(store.encode(1e6 * blocks[:, :, 4:]))
+    store.append(store.encode(1e6 * block))
     assert store.second_level.dtype == torch.float32
     assert torch.equal(store.read(0, 4), before)
     again = BlockStore(spec, L, head_dim, torch.float32)

@@ -12,6 +12,7 @@ from kvquant_hf import KVQuantConfig, QuantSpec
 from kvquant_hf.quantizers import CodebookQuantizer, MicroscaledQuantizer, quantizer_of
 from kvquant_hf.storage import BlockStore
 from tests.quantizers.cuts import assert_cuts_change_nothing
+from tests.quantizers.stores import counted_store
 
 D, L = 64, 32
 LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -300,15 +301,9 @@ def test_bits_are_those_of_nvfp4_and_a_number_of_a_block_and_head():
 @pytest.mark.parametrize("head_dim", [64, 72])
 def test_every_byte_is_counted_and_earlier_values_stay(granularity, head_dim):
     spec = spec_of(granularity=granularity)
-    blocks = torch.randn(2, 3, 5, L, head_dim, generator=torch.Generator().manual_seed(0))
-    store = BlockStore(spec, L, head_dim, torch.float32)
-    for part in blocks[:, :, :4].split(2, dim=2):
-        store.append(store.encode(part))
-    parts, before = store.bytes_by_part(), store.read(0, 4).clone()
-    assert sum(parts.values()) == sum(tensor.untyped_storage().nbytes() for tensor in store.tensors())
-    bits = 8 * (parts["codes"] + parts["scales"]) / blocks[:, :, :4].numel()
-    assert parts["zero_points"] == 0 and bits == pytest.approx(spec.bits_per_value(head_dim, L), rel=1e-12)
-    store.append(store.encode(1e6 * blocks[:, :, 4:]))
+    store, block = counted_store(spec, L, head_dim)
+    before = store.read(0, 4).clone()
+    store.append(store.encode(1e6 * block))
     assert store.second_level.dtype == torch.float32 and torch.equal(store.read(0, 4), before)
     again = BlockStore(spec, L, head_dim, torch.float32)
     again.load_state(store.state())
