@@ -17,10 +17,9 @@ from kvquant_hf.memory import MemoryReport, report_of
 from kvquant_hf.misuse import check_generate_call, check_positions, longrope_switch, warn_before_switch
 from kvquant_hf.ops import available_backends
 from kvquant_hf.other_layers import drop_views
-from kvquant_hf.padding import padding_of_mask, padding_of_positions
-from kvquant_hf.query_moments import QueryMoments, load_once
+from kvquant_hf.padding import padding_of_mask, padding_of_positions, repeated_padding
+from kvquant_hf.query_moments import QueryMoments, moments_of
 from kvquant_hf.rope_probe import find_rotations
-from kvquant_hf.spec import QuantSpec
 
 # What a saved cache and the model that continues it must agree on, as the model's config names it.
 _MODEL_FACTS = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -64,13 +63,7 @@ class QuantCache(Cache):
         if isinstance(query_moments, (str, Path)):
             overrides["query_moments"] = str(query_moments)
         self.quant_config = KVQuantConfig.resolve(quant, **overrides)
-        if query_moments is not None and not isinstance(query_moments, (str, Path, QueryMoments)):
-            raise ValueError(f"`query_moments` must be a QueryMoments, a path or None, got {query_moments!r}.")
-        if isinstance(query_moments, QueryMoments):
-            self.query_moments: QueryMoments | None = query_moments
-        else:
-            path = self.quant_config.query_moments
-            self.query_moments = None if path is None else load_once(path)
+        self.query_moments = moments_of(query_moments, self.quant_config.query_moments)
         backends = ("auto", "dense", *available_backends())
         if self.quant_config.backend not in backends:
             raise ValueError(
@@ -91,7 +84,8 @@ class QuantCache(Cache):
             layer_config = self.quant_config.for_layer(i, len(layers), self.layer_types[i])
             if layer_config.outlier_guard is not None:
                 guarded(layer_config.key)  # refuses what it cannot widen before there is anything to lose
-            feedback = self._feedback(i, layer_config.key)
+            moments = self.query_moments if layer_config.key.is_quantized else None
+            feedback = None if moments is None else moments.feedback(i, layer_config.key)
             layers[i] = QuantLayer(
                 layer_config, rotations[i].rotation, rotations[i].reason, feedback, self._whole_heads[i]
             )
@@ -101,15 +95,6 @@ class QuantCache(Cache):
         self._padding: torch.Tensor | None = None
         self._user_defined = False
         super().__init__(layers=layers)
-
-    def _feedback(self, layer_idx: int, spec: QuantSpec) -> torch.Tensor | None:
-        if self.query_moments is None or not spec.is_quantized:
-            return None
-        if spec.granularity != "per_channel":
-            raise ValueError(
-                f"`query_moments` serves keys per channel; layer {layer_idx} has key.granularity={spec.granularity!r}."
-            )
-        return self.query_moments.feedback(layer_idx, spec)
 
     # ---- what generate tells -----------------------------------------------------------------------------------
 
@@ -187,17 +172,7 @@ class QuantCache(Cache):
         if self._padding is None and position_ids is not None and position_ids.shape[0] == key_states.shape[0]:
             self._padding = padding_of_positions(position_ids)
         if self._padding is not None:
-            layer.set_padding(self._padding_rows(key_states))
-
-    def _padding_rows(self, key_states: torch.Tensor) -> torch.Tensor:
-        """Padding of each row of `key_states`, prompts being repeated for beams and returned sequences."""
-        padding = cast(torch.Tensor, self._padding)
-        repeats, rest = divmod(key_states.shape[0], padding.numel())
-        if rest or not repeats:
-            raise ValueError(
-                f"The padding given covers {padding.numel()} rows, `key_states` has {key_states.shape[0]}."
-            )
-        return padding.to(key_states.device).repeat_interleave(repeats)
+            layer.set_padding(repeated_padding(self._padding, key_states.shape[0], key_states.device))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens stored in a layer; for the default also where layer 0 does not count them."""

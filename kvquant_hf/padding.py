@@ -42,6 +42,26 @@ def padding_of_positions(position_ids: torch.Tensor) -> torch.Tensor:
     return torch.where(numbered.all(1) & (offset > 0) & (offset < tokens), offset, 0)
 
 
+def repeated_padding(padding: torch.Tensor, num_rows: int, device: torch.device) -> torch.Tensor:
+    """Padding of the rows that `generate` makes of a prompt's, which it repeats for beams and returned sequences.
+
+    Args:
+        padding: `[B]`, int64.
+        num_rows: A multiple of `B`.
+        device: Where the result goes.
+
+    Returns:
+        `[num_rows]`, int64.
+
+    Raises:
+        ValueError: It is no multiple.
+    """
+    repeats, rest = divmod(num_rows, padding.numel())
+    if rest or not repeats:
+        raise ValueError(f"The padding given covers {padding.numel()} rows, `key_states` has {num_rows}.")
+    return padding.to(device).repeat_interleave(repeats)
+
+
 def fill_row_sinks(sinks: torch.Tensor, states: torch.Tensor, padding: torch.Tensor, first: int) -> None:
     """Copy the new tokens that are among the first real ones of their row.
 

@@ -184,8 +184,12 @@ class QueryMoments:
             by for each unit of error in channel `j`. Channels are rounded from the last to the first.
 
         Raises:
-            ValueError: There are no moments of the layer, or its keys are mixed across heads.
+            ValueError: There are no moments of the layer, or its keys are stored per token or mixed across heads.
         """
+        if spec.granularity != "per_channel":
+            raise ValueError(
+                f"`query_moments` serves keys per channel; layer {layer_idx} has key.granularity={spec.granularity!r}."
+            )
         if spec.rotation == "grouped_heads":
             raise ValueError(
                 f"`query_moments` serve keys whose `rotation` is one of ('none', 'hadamard', 'hadamard_signs'), got "
@@ -210,6 +214,20 @@ def settings_by_content(config: KVQuantConfig) -> dict[str, Any]:
     """
     path = config.query_moments
     return config.to_dict() | ({} if path is None else {"query_moments": load_once(path).fingerprint})
+
+
+def moments_of(given: object, path: str | None) -> QueryMoments | None:
+    """The moments of an argument that is them, or else those of the file that the settings name, if any.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The argument is neither moments nor a path nor `None`, or the file holds something else.
+    """
+    if given is not None and not isinstance(given, (str, Path, QueryMoments)):
+        raise ValueError(f"`query_moments` must be a QueryMoments, a path or None, got {given!r}.")
+    if isinstance(given, QueryMoments):
+        return given
+    return None if path is None else load_once(path)
 
 
 def load_once(path: str) -> QueryMoments:
