@@ -14,8 +14,9 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,6 +34,8 @@ DENSE = "DynamicCache"
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_PROMPT = Path(__file__).parent.parent / "data" / "pride_and_prejudice_excerpt.txt"
 DEFAULT_QUESTION = "Write a short summary of this chapter: who are the characters and what do they talk about?"
+# Enough for sinks, residual window and a block of codes of every preset.
+WARM_UP_TOKENS = 512
 PARTS = ("codes", "scales", "zero_points", "sinks", "residual", "unused", "other_layers")
 
 
@@ -245,14 +248,15 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     print(f"from {options.prompt.name} with the question: {options.question}\n", flush=True)
 
     limits = {"max_new_tokens": options.new_tokens, "min_new_tokens": min(options.min_new_tokens, options.new_tokens)}
-    # The first call pays for allocations and thread pools.
+    makers: dict[str, Callable[[], Cache]] = {DENSE: partial(DynamicCache, config=model.config)}
+    makers |= {quant: partial(QuantCache, model, config) for quant, config in configs.items()}
+    # First calls pay for allocations and thread pools, those that read codes also for compiling a kernel.
     warm_up = {"max_new_tokens": 2, "min_new_tokens": 2}
-    generate_with("warm-up", DynamicCache(config=model.config), model, tokenizer, input_ids[:, :64], warm_up)
-    caches: dict[str, Cache] = {DENSE: DynamicCache(config=model.config)}
-    caches |= {quant: QuantCache(model, config) for quant, config in configs.items()}
+    for make_cache in makers.values():
+        generate_with("warm-up", make_cache(), model, tokenizer, input_ids[:, :WARM_UP_TOKENS], warm_up)
     runs: list[Run] = []
-    for kind, cache in caches.items():
-        one = generate_with(kind, cache, model, tokenizer, input_ids, limits)
+    for kind, make_cache in makers.items():
+        one = generate_with(kind, make_cache(), model, tokenizer, input_ids, limits)
         if runs:
             one.first_difference = first_difference(one.token_ids, runs[0].token_ids)
         runs.append(one)

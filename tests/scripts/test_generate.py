@@ -7,7 +7,7 @@ import pytest
 from models import load_script
 from transformers import AutoTokenizer
 
-from kvquant_hf import KVQuantConfig
+from kvquant_hf import KVQuantConfig, QuantCache
 
 generate = load_script("generate")
 
@@ -44,6 +44,24 @@ def test_compares_caches(arguments: list[str], tmp_path: Path, capsys: pytest.Ca
 
     printed = capsys.readouterr().out
     assert f"{coarse['total_bytes']:,}" in printed and "decode, tokens/s" in printed
+
+
+def test_every_cache_is_warmed_up_as_far_as_it_is_timed(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compiles a kernel on first use must not be part of the speed that is printed."""
+    seen: list[tuple[str, object]] = []
+    real = generate.generate_with
+
+    def watched(name: str, cache: object, *more: object) -> object:
+        seen.append((name, cache))
+        return real(name, cache, *more)
+
+    monkeypatch.setattr(generate, "generate_with", watched)
+    quant = "k4v4,key.group_size=32,residual_length=32"
+    assert generate.main([*arguments, "--quant", quant]) == 0
+    assert [name for name, _ in seen] == ["warm-up", "warm-up", "DynamicCache", quant]
+    warmed, timed = seen[1][1], seen[3][1]
+    assert isinstance(warmed, QuantCache) and isinstance(timed, QuantCache) and warmed is not timed
+    assert warmed.quant_config == timed.quant_config and warmed.quantized_length(0) > 0
 
 
 def test_prompt_is_whole_paragraphs_and_the_question(tiny_model_dir: Path) -> None:
