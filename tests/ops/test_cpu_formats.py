@@ -15,7 +15,7 @@ from kvquant_hf.quantizers import codebook
 from kvquant_hf.quantizers.levels import Levels
 from kvquant_hf.rope import KeyRotation
 from kvquant_hf.spec import LEVELS_NBITS
-from tests.ops.test_decode_attention import check, filled_layer, poison_fresh_memory  # noqa: F401
+from tests.ops.test_decode_attention import check, filled_layer, mask_of, poison_fresh_memory  # noqa: F401
 
 TABLES = [(name, nbits) for name, widths in LEVELS_NBITS.items() for nbits in widths]
 # Listed tables of keys and of values: uneven steps, one-sided, beyond the range of a group, nearly equal numbers.
@@ -77,10 +77,7 @@ def test_keys_per_token_in_any_rotary_embedding(rope, both):
     settings = {"head_dim": 48, "rotation": rotary(48, rope)} | sides(ACROSS, **both)
     check_read(filled_layer(309, uneven=True, **settings), 6, 2, torch.rand(2, 1, 2, 309) > 0.3)
     padded = filled_layer(140, batch_size=3, padding=[37, 2, 0], **settings)
-    mask = torch.ones(3, 1, 1, 140, dtype=torch.bool)
-    for row, count in enumerate((37, 2, 0)):
-        mask[row, ..., :count] = False
-    check_read(padded, 4, 1, mask)
+    check_read(padded, 4, 1, mask_of([37, 2, 0], 140))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -192,10 +189,7 @@ def test_scales_of_a_byte(both, head_dim, group_size, shape, rope):
     check_read(layer, 6, 1)
     check_read(layer, 2, 3, torch.rand(2, 1, 3, 309) > 0.3)
     padded = filled_layer(140, batch_size=3, padding=[37, 2, 0], head_dim=head_dim, rotation=rotation, **settings)
-    mask = torch.ones(3, 1, 1, 140, dtype=torch.bool)
-    for row, count in enumerate((37, 2, 0)):
-        mask[row, ..., :count] = False
-    check_read(padded, 6, 1, mask)
+    check_read(padded, 6, 1, mask_of([37, 2, 0], 140))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -275,10 +269,7 @@ def test_outliers(nbits, shape, rope):
     check_read(layer, 6, 1)
     check_read(layer, 2, 3, torch.rand(2, 1, 3, 309) > 0.3)
     padded = filled_layer(140, batch_size=3, padding=[37, 2, 0], **settings)
-    mask = torch.ones(3, 1, 1, 140, dtype=torch.bool)
-    for row, count in enumerate((37, 2, 0)):
-        mask[row, ..., :count] = False
-    check_read(padded, 4, 1, mask)
+    check_read(padded, 4, 1, mask_of([37, 2, 0], 140))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -54,6 +54,11 @@ def filled_layer(
     return layer
 
 
+def mask_of(padding: list[int], tokens: int) -> torch.Tensor:
+    """What rows with left padding attend to, `[B, 1, 1, T]`, bool."""
+    return (torch.arange(tokens) >= torch.tensor(padding)[:, None])[:, None, None]
+
+
 def check(layer: QuantLayer, q_heads: int, q_len: int, mask: torch.Tensor | None, scale: float | None = None) -> None:
     """Errors are judged per head against those of dense attention in the same dtype."""
     torch.manual_seed(1)
@@ -190,10 +195,7 @@ def test_padded_rows_with_their_own_sinks(rotation, rotate):
         key={"rotation": rotate},
         value={"rotation": rotate},
     )
-    mask = torch.ones(3, 1, 1, 140, dtype=torch.bool)
-    for row, count in enumerate((37, 2, 0)):
-        mask[row, ..., :count] = False
-    check(layer, 4, 1, mask)
+    check(layer, 4, 1, mask_of([37, 2, 0], 140))
 
 
 @pytest.mark.parametrize(
@@ -287,19 +289,13 @@ def test_promoted_channels(name, rope):
     check(layer, 6, 1, None)
     check(layer, 2, 3, torch.rand(2, 1, 3, 309) > 0.3)
     padded = filled_layer(140, batch_size=3, padding=[37, 2, 0], **settings)
-    mask = torch.ones(3, 1, 1, 140, dtype=torch.bool)
-    for row, count in enumerate((37, 2, 0)):
-        mask[row, ..., :count] = False
-    check(padded, 4, 1, mask)
+    check(padded, 4, 1, mask_of([37, 2, 0], 140))
 
 
 def test_factors_of_padded_rows():
     sides = {side: {"method": "variance_normalized", "rotation": "hadamard"} for side in ("key", "value")}
     layer = filled_layer(140, batch_size=3, padding=[37, 2, 0], uneven=True, **sides)
-    mask = torch.ones(3, 1, 1, 140, dtype=torch.bool)
-    for row, count in enumerate((37, 2, 0)):
-        mask[row, ..., :count] = False
-    check(layer, 4, 1, mask)
+    check(layer, 4, 1, mask_of([37, 2, 0], 140))
 
 
 def test_factors_in_float32_are_read():

@@ -323,15 +323,16 @@ static __attribute__((noinline)) void sum_codes(const Args &a, State &st, const 
 #endif
 
 INLINE void expect_parameters(const Args &a, int64_t kmeta, int64_t vmeta, int64_t n) {
+  const int ksize = KM ? 1 : a.kwide ? 4 : 2, vsize = VM ? 1 : a.vwide ? 4 : 2;
   if (KB != 16)
     for (int64_t i = 0; i < KROWS * NGK; i += 32) {
-      __builtin_prefetch(a.ks + (kmeta + n * KROWS * NGK + i) * (a.kwide ? 4 : 2));
-      if (a.kz) __builtin_prefetch(a.kz + (kmeta + n * KROWS * NGK + i) * (a.kwide ? 4 : 2));
+      __builtin_prefetch(a.ks + (kmeta + n * KROWS * NGK + i) * ksize);
+      if (a.kz) __builtin_prefetch(a.kz + (kmeta + n * KROWS * NGK + i) * ksize);
     }
   if (VB != 16)
     for (int64_t i = 0; i < VROWS * NGV; i += 32) {
-      __builtin_prefetch(a.vs + (vmeta + n * VROWS * NGV + i) * (a.vwide ? 4 : 2));
-      if (a.vz) __builtin_prefetch(a.vz + (vmeta + n * VROWS * NGV + i) * (a.vwide ? 4 : 2));
+      __builtin_prefetch(a.vs + (vmeta + n * VROWS * NGV + i) * vsize);
+      if (a.vz) __builtin_prefetch(a.vz + (vmeta + n * VROWS * NGV + i) * vsize);
     }
 }
 
