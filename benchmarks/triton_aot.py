@@ -36,6 +36,7 @@ from triton.compiler import ASTSource
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.layer import QuantLayer
 from kvquant_hf.ops.triton import launch as launching
+from kvquant_hf.ops.triton import planar
 from kvquant_hf.ops.triton import quantize as quantizing
 from kvquant_hf.ops.triton.tuning import Launch, launch_parameters
 from kvquant_hf.rope import KeyRotation
@@ -48,6 +49,7 @@ _TYPES = {
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.int16: "*i16",
     torch.uint8: "*u8",
 }
 
@@ -223,6 +225,7 @@ def variants() -> Iterator[tuple[str, str, Any, dict[str, Any], Launch]]:
     """Architecture, name, kernel, arguments and launch of what the table leaves out: every branch of the kernels."""
     from kvquant_hf.ops.triton.combine_kernel import combine_kernel
     from kvquant_hf.ops.triton.decode_kernel import decode_split_kernel
+    from kvquant_hf.ops.triton.planar_kernel import planar_split_kernel
 
     boolean, additive = torch.ones(2, 1, 1, 1024, dtype=torch.bool), torch.zeros(2, 1, 1, 1024, dtype=torch.float16)
     decodes: list[tuple[str, Any, torch.Tensor | None]] = [
@@ -262,6 +265,10 @@ def variants() -> Iterator[tuple[str, str, Any, dict[str, Any], Launch]]:
             output = torch.empty(query.shape, dtype=query.dtype)
             found = launching.combine_arguments(arguments["partial"], arguments["partial_lse"], output, view)
             yield "90", f"combine {name}", combine_kernel, found, launch
+    for name, (query, layer), mask in planar_examples(boolean, additive):
+        _, arguments = planar.split_arguments(query, layer.view(), mask, 0.1)
+        for arch in ("80", "90", "gfx942") if name.startswith(("kvquant2", "rotatekv2")) else ("80", "90"):
+            yield arch, f"planar {name}", planar_split_kernel, arguments, Launch(0, 0, 4, 1)
     states = torch.zeros(2, 8, 1024, 128, dtype=torch.bfloat16)
     for bits, symmetric, value_rotation in ((4, False, "hadamard"), (3, True, "none"), (2, False, "none")):
         _, layer = example(128, (bits, bits), 1, rope(128, 128), symmetric=symmetric)
@@ -271,6 +278,35 @@ def variants() -> Iterator[tuple[str, str, Any, dict[str, Any], Launch]]:
             _, arguments = quantizing.quantize_arguments(store, states, 4, rotation)
             launch = Launch(0, 0, 4, 1)
             yield "90", f"quantize {store.spec}", quantizing._kernel(store), arguments, launch
+
+
+def planar_examples(
+    boolean: torch.Tensor, additive: torch.Tensor
+) -> Iterator[tuple[str, tuple[torch.Tensor, QuantLayer], torch.Tensor | None]]:
+    """The presets of the common layout, and every branch that none of them takes."""
+    for name, undone in (
+        ("fp8", None),
+        ("nvfp4", None),
+        ("turboquant3", None),
+        ("innerq3", None),
+        ("kvquant2", rope(128, 128)),
+        ("rotatekv2", rope(128, 128)),
+    ):
+        config = KVQuantConfig.resolve(name, backend="triton")
+        layer = QuantLayer(config, undone)
+        states = torch.zeros(2, 8, 1024, 128, dtype=torch.bfloat16)
+        layer.update(states, states)
+        yield f"{name} d128", (torch.zeros(2, 32, 1, 128, dtype=torch.bfloat16), layer), None
+    per_token, per_channel = {"granularity": "per_token"}, {"granularity": "per_channel"}
+    yield "padded, partial RoPE", example(80, (3, 8), 1, rope(80, 32), torch.float16, [100, 0], **per_token), boolean
+    table = {"levels": "gaussian", "symmetric": True}
+    yield "promoted, tables", example(96, (2, 3), 16, rope(96, 96), promoted=0.25, values=table), additive
+    turned = {"outliers": 0.01, "rotation": "hadamard_signs", **per_channel}
+    yield "outliers in a basis", example(64, (2, 4), 4, None, torch.float32, values=turned, outliers=0.02), None
+    hybrid = {"method": "innerq", **per_channel}
+    yield "hybrid", example(64, (3, 4), 4, rope(64, 24, 8, "interleaved"), method="innerq", values=hybrid), None
+    yield "d256 k8v2 per token", example(256, (8, 2), 4, rope(256, 256), **per_token), None
+    yield "d18 k16v4", example(18, (16, 4), 4, None, torch.float16, values=per_channel), None
 
 
 def promoted_examples() -> Iterator[tuple[str, tuple[torch.Tensor, QuantLayer]]]:
@@ -305,6 +341,12 @@ def byte_examples() -> Iterator[tuple[str, tuple[torch.Tensor, QuantLayer]]]:
 KNOWN_SPILLS = {
     ("decode bytes d128 k3v4, 16 rows", "80"): 12,
     ("decode bytes d256 k2pv4, half, groups of 128", "80"): 88,
+    ("planar fp8 d128", "90"): 12,
+    ("planar kvquant2 d128", "gfx942"): 8,
+    ("planar rotatekv2 d128", "gfx942"): 1008,
+    ("planar d256 k8v2 per token", "80"): 800,
+    ("planar d256 k8v2 per token", "90"): 532,
+    ("planar d18 k16v4", "90"): 8,
 }
 
 

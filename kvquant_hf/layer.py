@@ -12,7 +12,7 @@ from kvquant_hf.padding import fill_row_sinks, without_padding
 from kvquant_hf.rope import KeyRotation
 from kvquant_hf.rotation import check_head_groups
 from kvquant_hf.spec import QuantSpec
-from kvquant_hf.storage import BlockStore
+from kvquant_hf.storage import BlockStore, keep_layouts_alike
 from kvquant_hf.stored_layer import StoredLayer
 
 # Blocks quantized at a time: bounds the float32 copies made of a long prompt.
@@ -256,6 +256,7 @@ class QuantLayer(StoredLayer):
         for keys, values in encoded:
             key_store.append(keys, spare=spare)
             value_store.append(values, spare=spare)
+            keep_layouts_alike(key_store, value_store)
 
     def _guard(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Let the first block of keys `[B, H, L, D]` decide how all of them are stored, before any is."""

@@ -7,6 +7,7 @@ import torch
 from kvquant_hf.blocks import STATE_PARTS
 from kvquant_hf.guard import guarded
 from kvquant_hf.layer import QuantLayer
+from kvquant_hf.storage import keep_layouts_alike
 
 
 def layer_state(layer: QuantLayer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -58,6 +59,7 @@ def load_layer_state(layer: QuantLayer, tensors: dict[str, torch.Tensor], facts:
         layer._block_stores()[i].load_state(found)
         if f"{side}.residual" in tensors:
             layer._residual[i].append(tensors[f"{side}.residual"])
+    keep_layouts_alike(*layer._block_stores())
     for name in ("sinks", "row_sinks"):
         if f"key.{name}" in tensors:
             setattr(layer, f"_{name}", (tensors[f"key.{name}"], tensors[f"value.{name}"]))

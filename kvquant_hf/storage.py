@@ -129,7 +129,7 @@ class BlockStore:
         """
         self.memo.clear()
         if self.own_layout is not None and encoded.metadata is None:
-            self._leave_own_layout()
+            self.leave_own_layout()
         if self.own_layout is None and encoded.metadata is not None:  # encoded before its neighbours left the layout
             assert self._left is not None
             encoded = self._planar(self._unpacked(encoded, self._left))
@@ -154,8 +154,10 @@ class BlockStore:
         """Whether blocks came that the backend's layout could not take."""
         return self._left is not None
 
-    def _leave_own_layout(self) -> None:
-        """Pack what is stored the common way; reading it gives the same values."""
+    def leave_own_layout(self) -> None:
+        """Pack what is stored the common way, for good; reading it gives the same values."""
+        if self.own_layout is None:
+            return
         groups = self._groups(0, self.num_blocks) if self.num_blocks else None
         self._left, self.own_layout = self.own_layout, None
         self._set(None if groups is None else self._planar(groups))
@@ -285,3 +287,10 @@ class BlockStore:
             if encoded.metadata is None:
                 self._left, self.own_layout = self.own_layout, None
         self._set(encoded)
+
+
+def keep_layouts_alike(keys: BlockStore, values: BlockStore) -> None:
+    """Turn both sides of a layer to the common layout if one had to leave its own: a kernel reads either, not both."""
+    if keys.has_left_own_layout or values.has_left_own_layout:
+        keys.leave_own_layout()
+        values.leave_own_layout()

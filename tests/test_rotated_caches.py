@@ -183,11 +183,7 @@ def test_fused_backends_name_what_they_do_not_read(side, rotation):
     with pytest.raises(ValueError, match=f"`backend='cpu'` does not read {side}s with rotation='{rotation}'"):
         decode_attention(query, layer.view())
     assert cpu.can_encode(layer.config.key, torch.float32, layer.device, 16, 32) == (side != "key")
-    reason = triton.unsupported(layer.view())
-    if (side, rotation) == ("key", "hadamard_signs"):  # queries are rotated before the kernels
-        assert reason == "blocks packed for another backend"
-    else:
-        assert reason == f"{side}s with rotation='{rotation}'"
+    assert triton.unsupported(layer.view()) is None
 
 
 def test_unknown_rotations_are_named():

@@ -462,7 +462,7 @@ def test_uneven_levels_are_read_on_the_cpu_and_left_to_torch_elsewhere(name):
     want = torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
     for output in outputs.values():
         torch.testing.assert_close(output, want, rtol=1e-4, atol=1e-5)
-    assert "codes of uneven levels (`levels` " in str(triton.unsupported(layer.view()))
+    assert triton.unsupported(layer.view()) is None
     for spec in (config.key, config.value):
         assert not cpu.can_encode(spec, states.dtype, states.device, 32, 32)
     assert triton.word_layouts((config.key, config.value), 32, (32, 32), None) == (None, None)
@@ -481,7 +481,7 @@ def test_what_projections_say_of_residuals_is_left_to_torch():
     strict.update(states, states)
     with pytest.raises(ValueError, match="`backend='cpu'` does not read `method: turboquant_prod`"):
         decode_attention(query, strict.view())
-    assert triton.unsupported(layer.view()) is not None
+    assert triton.unsupported(layer.view()) == "keys with `method: turboquant_prod`"
 
 
 @pytest.mark.parametrize("side", ["key", "value"])
@@ -492,7 +492,7 @@ def test_one_side_of_uneven_levels_is_enough(side):
     layer.update(states, states)
     view = layer.view()
     assert cpu.unsupported(view) is None
-    assert "`levels` gaussian" in str(triton.unsupported(view))
+    assert triton.unsupported(view) is None
     assert triton.word_layouts((mixed.key, mixed.value), 32, (32, 32), None) == (None, None)
 
 

@@ -20,6 +20,7 @@ def combine_kernel(
     partial,
     partial_lse,
     output,
+    signs,
     num_splits,
     rows,
     query_length,
@@ -29,6 +30,7 @@ def combine_kernel(
     BS: tl.constexpr,
     WIDTH: tl.constexpr,
     ROOT: tl.constexpr,
+    SIGNS: tl.constexpr,
 ):
     """One query row, grid `(B · H · R,)`.
 
@@ -36,6 +38,7 @@ def combine_kernel(
         partial: float32 `[B, H, R, num_splits + 1, DV]`, the last split being the exact tokens.
         partial_lse: float32 `[B, H, R, num_splits + 1]`, base 2.
         output: `[B, H_q, q_len, DV]`, contiguous; row `r` is query head `r // q_len` of its group, token `r % q_len`.
+        signs: float32 `[DV]`: what the channels of packed values are multiplied by in the end, with `SIGNS`.
         num_splits: Splits over packed tokens.
         rows: `R`.
         query_length: `q_len`.
@@ -45,6 +48,7 @@ def combine_kernel(
         BS: Splits treated at a time.
         WIDTH: Size of the Hadamard blocks that packed values are in, 0 without a rotation.
         ROOT: Square root of it.
+        SIGNS: Whether there are signs.
     """
     pid = tl.program_id(0).to(tl.int64)
     first = pid * (num_splits + 1)
@@ -76,6 +80,8 @@ def combine_kernel(
             if 2 ** (stage + 1) <= WIDTH:
                 acc = hadamard_stage(acc, 2**stage, DVP)
         acc = acc / ROOT
+    if SIGNS:
+        acc = acc * tl.load(signs + channel, mask=channel < DV, other=0.0)
     total += exact_weight
     acc = (acc + exact * exact_weight) / tl.where(total > 0, total, 1.0)
     group = pid // rows

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvquant_hf.ops.triton.blocks_kernel import place_of_column
-from kvquant_hf.ops.triton.segments_kernel import FLOOR, exact_segment, packed_segment, store_partial
+from kvquant_hf.ops.triton.segments_kernel import exact_tokens, packed_segment, store_partial
 
 
 @triton.jit(
@@ -224,82 +224,35 @@ def decode_split_kernel(
             channel_live = column < DV
         store_partial(acc, peak, total, partial + out_row * DV, partial_lse + out_row, row_live, channel, channel_live)
     else:
-        exact_channel = tl.arange(0, DP)
-        q = tl.load(
-            exact_query + query_offset[:, None] + exact_channel[None, :],
-            mask=row_live[:, None] & (exact_channel[None, :] < D),
-            other=0.0,
-        )
-        q = q.to(tl.float32) * scale
-        peak = tl.full([GP], FLOOR, tl.float32)
-        total = tl.zeros([GP], tl.float32)
         VP: tl.constexpr = triton.next_power_of_2(DV)
-        acc = tl.zeros([VP, GP], tl.float32)
-        everything = 2147483647
-        peak, total, acc = exact_segment(
-            q,
+        peak, total, acc = exact_tokens(
+            exact_query + query_offset,
+            row_live,
             sink_keys + b * sink_keys_b + h * sink_keys_h,
             sink_values + b * sink_values_b + h * sink_values_h,
-            num_sinks,
-            0,
-            0,
-            everything,
-            peak,
-            total,
-            acc,
-            mask_rows,
-            row_live,
-            MASK,
-            D,
-            DP,
-            DV,
-            VP,
-            BND,
-            PRECISION,
-        )
-        peak, total, acc = exact_segment(
-            q,
             window_keys + b * window_keys_b + h * window_keys_h,
             window_values + b * window_values_b + h * window_values_h,
+            row_sink_keys + (b * num_heads + h) * num_row_sinks * D,
+            row_sink_values + (b * num_heads + h) * num_row_sinks * DV,
+            num_sinks,
             window,
             window_slot,
-            0,
-            everything,
-            peak,
-            total,
-            acc,
+            num_row_sinks,
+            pad,
+            hidden_from,
+            hidden_to,
             mask_rows,
-            row_live,
+            scale,
             MASK,
             D,
             DP,
             DV,
             VP,
+            GP,
             BND,
+            PADDED,
             PRECISION,
         )
-        if PADDED:
-            peak, total, acc = exact_segment(
-                q,
-                row_sink_keys + (b * num_heads + h) * num_row_sinks * D,
-                row_sink_values + (b * num_heads + h) * num_row_sinks * DV,
-                num_row_sinks,
-                pad,
-                hidden_from,
-                hidden_to,
-                peak,
-                total,
-                acc,
-                mask_rows,
-                row_live,
-                MASK,
-                D,
-                DP,
-                DV,
-                VP,
-                BND,
-                PRECISION,
-            )
         value_channel = tl.arange(0, VP)
         store_partial(
             acc,

@@ -104,6 +104,8 @@ def word_layouts(
         return None, None
     if not all(map(reads_rotation, specs)):
         return None, None
+    if key.is_quantized and key.rotation != "none" and rotation is not None:
+        return None, None  # has to be undone before RoPE
     keys = WordLayout(key, block_length, ChannelOrder.of(rotation, head_dims[0])) if key.is_quantized else None
     values = WordLayout(value, block_length, ChannelOrder(head_dims[1])) if value.is_quantized else None
     return keys, values

@@ -86,6 +86,110 @@ def exact_segment(
 
 
 @triton.jit
+def exact_tokens(
+    query_rows,
+    row_live,
+    sink_keys,
+    sink_values,
+    window_keys,
+    window_values,
+    row_sink_keys,
+    row_sink_values,
+    num_sinks,
+    window,
+    window_slot,
+    num_row_sinks,
+    pad,
+    hidden_from,
+    hidden_to,
+    mask_rows,
+    scale,
+    MASK: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    GP: tl.constexpr,
+    BND: tl.constexpr,
+    PADDED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Sinks, residual window and sinks of padded rows of one head: peak, sum of weights and output `[DVP, GP]`."""
+    channel = tl.arange(0, DP)
+    q = tl.load(query_rows[:, None] + channel[None, :], mask=row_live[:, None] & (channel[None, :] < D), other=0.0)
+    q = q.to(tl.float32) * scale
+    peak = tl.full([GP], FLOOR, tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    acc = tl.zeros([DVP, GP], tl.float32)
+    everything = 2147483647
+    peak, total, acc = exact_segment(
+        q,
+        sink_keys,
+        sink_values,
+        num_sinks,
+        0,
+        0,
+        everything,
+        peak,
+        total,
+        acc,
+        mask_rows,
+        row_live,
+        MASK,
+        D,
+        DP,
+        DV,
+        DVP,
+        BND,
+        PRECISION,
+    )
+    peak, total, acc = exact_segment(
+        q,
+        window_keys,
+        window_values,
+        window,
+        window_slot,
+        0,
+        everything,
+        peak,
+        total,
+        acc,
+        mask_rows,
+        row_live,
+        MASK,
+        D,
+        DP,
+        DV,
+        DVP,
+        BND,
+        PRECISION,
+    )
+    if PADDED:
+        peak, total, acc = exact_segment(
+            q,
+            row_sink_keys,
+            row_sink_values,
+            num_row_sinks,
+            pad,
+            hidden_from,
+            hidden_to,
+            peak,
+            total,
+            acc,
+            mask_rows,
+            row_live,
+            MASK,
+            D,
+            DP,
+            DV,
+            DVP,
+            BND,
+            PRECISION,
+        )
+    return peak, total, acc
+
+
+@triton.jit
 def packed_segment(
     query_rows,
     row_live,

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from kvquant_hf.blocks import PARTS
 from kvquant_hf.window import ExactTokens
 
 # Elements of poison before and after; a multiple of 16 bytes, so that alignment stays what it is.
@@ -57,7 +58,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def fence_view(view, fences: Fences):
     """The view with every tensor in poisoned memory and its unused block capacity poisoned."""
     for store in (view.key_store, view.value_store):
-        for name in ("codes", "metadata", "factor", "extra", "promoted", "second_level"):
+        for name in PARTS:
             tensor = getattr(store, name)
             if tensor is not None:
                 tensor = tensor.clone()

@@ -142,22 +142,20 @@ def test_numbers_too_large_turn_the_layer_to_the_common_layout(preset, device):
     for cache in (caches.words, caches.common):
         cache.update(*(1e5 * part for part in states(64, 5, device)), 0)
     assert_same(caches)
-    # Scales of a byte serve any number.
-    assert [store.own_layout is None for store in stores_of(caches.words)] == [True, preset not in ("bytes", "k2v2")]
-    view = caches.words.quantized_layer(0).view()
-    with pytest.raises(ValueError, match="`backend='triton'` does not read keys or values too large"):
-        decode_attention(torch.zeros(2, 4, 1, 32, device=device), view)
+    assert all(store.own_layout is None for store in stores_of(caches.words))
+    assert_same(caches)
+    layer = caches.words.quantized_layer(0)
+    query = 1e-5 * torch.randn(2, 4, 1, 32, generator=torch.Generator().manual_seed(6)).to(device)
+    got, want = decode_attention(query, layer.view()), reference.decode_attention(query, layer.view(), None, 32**-0.5)
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3 * want.abs().max().item())
 
 
 @pytest.mark.parametrize(
     ("settings", "head_dim", "reason"),
     [
-        ({"key": {"granularity": "per_token"}}, 32, "keys per_token"),
-        ({"value": {"granularity": "per_channel"}}, 32, "values per_channel"),
-        ({"key": {"metadata_nbits": 8}}, 32, "`metadata_nbits=8`"),
-        ({"value": {"metadata_nbits": 8}}, 32, "`metadata_nbits=8`"),
-        ({"key": {"rotation": "hadamard"}}, 32, "a Hadamard rotation of pre-RoPE keys"),
-        ({}, 40, "head sizes 40 and 40"),
+        ({"key": {"metadata_nbits": 8}}, 32, "keys with zero points of 8 bits"),
+        ({"value": {"metadata_nbits": 8}}, 32, "values with zero points of 8 bits"),
+        ({"key": {"rotation": "hadamard"}}, 272, "head sizes 272 and 272"),
         ({}, 272, "head sizes 272 and 272"),
     ],
 )

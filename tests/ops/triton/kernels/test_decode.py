@@ -8,6 +8,7 @@ import torch
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.layer import QuantLayer
 from kvquant_hf.ops import reference
+from kvquant_hf.ops.triton import arguments as shared
 from kvquant_hf.ops.triton import launch as launching
 from kvquant_hf.ops.triton.tuning import Launch
 from kvquant_hf.rope import KeyRotation
@@ -238,7 +239,7 @@ def error_of_heads(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
 
 def check(tokens, device, monkeypatch, *, ptx=True, launch=SMALL, sm=1, scale=None, limit=1.0, **shape):
     monkeypatch.setattr(launching, "uses_ptx", lambda: ptx)
-    monkeypatch.setattr(launching, "_multiprocessors", lambda device: sm)
+    monkeypatch.setattr(shared, "multiprocessors", lambda device: sm)
     case = build(tokens, device, **shape)
     scale = case.query.shape[3] ** -0.5 if scale is None else scale
     want = reference.decode_attention(case.query.float(), case.view, case.mask, scale)
@@ -296,7 +297,7 @@ def test_splits_change_nothing_but_rounding(device, monkeypatch):
     case = build(420, device, B=1, H=1, dtype=F32)
     results = []
     for multiprocessors in (1, 3, 20):
-        monkeypatch.setattr(launching, "_multiprocessors", lambda device, count=multiprocessors: count)
+        monkeypatch.setattr(shared, "multiprocessors", lambda device, count=multiprocessors: count)
         results.append(launching.decode_attention(case.query, case.view, None, 0.2, SMALL))
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], rtol=2e-3, atol=2e-4)
