@@ -67,6 +67,9 @@ class QuantSpec:
         metadata_nbits: Bits per scale and per zero point; 8 bits are relative to numbers that the groups of a block
             and head share (`kvquant_hf.quantizers.second_level`). For affine codes of even levels, and for symmetric
             ones of `e2m1`, whose scales are then numbers of `e4m3` (NVFP4, `kvquant_hf.quantizers.nvfp4`).
+        centered: Whether `method: variance_normalized` takes the mean of each group out before it normalizes, and
+            stores it in place of the zero point (KVarN's optional centering). For asymmetric codes, which are even
+            about that mean then.
         levels: What codes stand for before scale and zero point: evenly spaced numbers (`uniform`), the levels of
             least squared error for a `gaussian` or `laplace` density (2 to 4 bits), or the numbers of a floating-point
             format, `e4m3` and `e5m2` (8 bits), `e2m1` (4 bits). A tuple (in YAML a list) of `2 ** nbits` ascending
@@ -88,6 +91,7 @@ class QuantSpec:
     outliers: float = 0.0
     metadata_nbits: int = 16
     levels: str | tuple[float, ...] = "uniform"
+    centered: bool = False
 
     def __post_init__(self) -> None:
         check_choice("nbits", self.nbits, NBITS)
@@ -97,6 +101,7 @@ class QuantSpec:
         check_choice("rotation", self.rotation, ROTATIONS)
         check_choice("method", self.method, METHODS)
         check_choice("symmetric", self.symmetric, (False, True))
+        check_choice("centered", self.centered, (False, True))
         check_choice("clip", self.clip, CLIPS)
         for name in ("promoted", "outliers"):
             share = getattr(self, name)
@@ -112,6 +117,7 @@ class QuantSpec:
         affine: dict[str, tuple[object, ...]] = {"method": ("affine",), "levels": ("uniform",)}
         channels = {"granularity": ("per_channel",), "symmetric": (False,)}
         self._check_goes_with("promoted", 0, affine | channels)
+        self._check_goes_with("centered", False, {"method": ("variance_normalized",), "symmetric": (False,)})
         self._check_goes_with("outliers", 0, {"method": ("affine",), "promoted": (0.0,), "nbits": NBITS[:-1]})
         self._check_goes_with("metadata_nbits", 16, affine | {"levels": ("uniform", "e2m1"), "outliers": (0.0,)})
         if self.is_quantized:
@@ -249,7 +255,7 @@ class QuantSpec:
         parts += [f"{self.outliers:.1%} of entries exact"] * bool(self.outliers)
         parts += [self.method] * (self.method != "affine")
         parts += [f"{self.levels_name} levels"] * (self.levels != "uniform")
-        parts += ["symmetric"] * self.symmetric
+        parts += ["symmetric"] * self.symmetric + ["centered"] * self.centered
         parts += [f"clip {self.clip}"] * (self.clip != "minmax")
         parts += [f"{self.metadata_nbits}-bit metadata"] * self.has_second_level
         parts += [self.rotation] * (self.rotation != "none")

@@ -22,6 +22,8 @@ SETTINGS = {
     "turboquant3": {"residual_length": 16},
     "turboquant-prod": {"residual_length": 16} | dict.fromkeys(("key", "value"), PROD),
     "nvfp4": {"residual_length": 16},
+    "centered": {"residual_length": 16}
+    | {side: {"method": "variance_normalized", "centered": True} for side in ("key", "value")},
     "factors": {"residual_length": 16} | {side: {"method": "variance_normalized"} for side in ("key", "value")},
     "outliers": {"residual_length": 16} | {side: {"outliers": 0.01} for side in ("key", "value")},
     "levels": {

@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvquant_hf.config import KVQuantConfig
+from kvquant_hf.layer import QuantLayer
+from kvquant_hf.ops import decode_attention, triton
 from kvquant_hf.quantizers import AffineQuantizer, VarianceNormalizedQuantizer
 from kvquant_hf.quantizers.variance_normalized import column_factors
 from kvquant_hf.spec import QuantSpec
@@ -45,11 +47,14 @@ def test_rows_and_columns_end_with_equal_spread():
     assert (even.std(-2) / even.std(-2).mean() - 1).abs().max() < 0.01
 
 
-@pytest.mark.parametrize("changes", [{}, {"clip": "mse"}, {"symmetric": True}, {"group_size": 32}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"clip": "mse"}, {"symmetric": True}, {"group_size": 32}, {"centered": True}], ids=str
+)
 @pytest.mark.parametrize("nbits", NBITS)
 def test_errors_relative_to_the_size_of_a_token_are_smaller_than_without_factors(nbits, changes):
     tiles, column = planted()
-    affine = AffineQuantizer(QuantSpec(**({"nbits": nbits, "group_size": 128} | changes)))
+    method = METHOD if "centered" in changes else "affine"
+    affine = AffineQuantizer(QuantSpec(**({"nbits": nbits, "group_size": 128, "method": method} | changes)))
     plain = affine.quantize(tiles)
     errors = [
         ((values - tiles) / column[:, None, :]).square().mean()
@@ -120,7 +125,11 @@ def degenerate(name: str) -> torch.Tensor:
     return tile
 
 
-@pytest.mark.parametrize("changes", [{}, {"clip": "mse"}, {"symmetric": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"clip": "mse"}, {"symmetric": True}, {"centered": True}, {"centered": True, "clip": "mse"}],
+    ids=str,
+)
 @pytest.mark.parametrize("along_rows", [False, True])
 @pytest.mark.parametrize(
     "name",
@@ -149,11 +158,14 @@ def test_degenerate_tiles_stay_finite_and_near(name, along_rows, changes):
     assert (groups.factor > 0).all()
     # Half a step of a row's range over its stored factors, in units of these; float32 rounds with the largest.
     factor = groups.factor.double()[:, None, :]
-    even = tile.double() / factor
+    center = torch.zeros(1)
+    if "centered" in changes:
+        center = groups.zero_point.double().repeat_interleave(128, -1)[..., : tile.shape[-1]]
+    even = (tile.double() - center) / factor
     reach = (even.amax(-1) - even.amin(-1)).clamp_min(even.abs().amax(-1))[..., None]
-    bound = reach * (0.3 if "clip" in changes else 1.1 / 15 if "symmetric" in changes else 0.55 / 15)
+    bound = reach * (0.3 if "clip" in changes else 1.1 / 15 if changes else 0.55 / 15)
     bound += 1e-6 * even.abs().amax() + 1e-7
-    assert ((values.double() - tile.double()).abs() <= bound * factor).all()
+    assert ((values.double() - tile.double()).abs() <= bound * factor + 2e-7 * center.abs()).all()
 
 
 def test_a_column_beyond_the_reach_of_float16_leaves_the_others_their_digits():
@@ -172,46 +184,123 @@ def test_a_column_beyond_the_reach_of_float16_leaves_the_others_their_digits():
     offset=st.floats(-(2.0**120), 2.0**120, width=32),
     nbits=st.sampled_from(NBITS),
     clip=st.sampled_from(["minmax", "mse"]),
+    centered=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_any_finite_input_gives_finite_parameters_and_values(exponent, spread, offset, nbits, clip, seed):
+def test_any_finite_input_gives_finite_parameters_and_values(exponent, spread, offset, nbits, clip, centered, seed):
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(1, 24, 40, generator=generator) * (spread * torch.randn(1, 1, 40, generator=generator)).exp()
     tile = (noise.double() * 10.0**exponent + offset).clamp(-3.4e38, 3.4e38).float()
-    values, groups = round_trip(tile, nbits=nbits, clip=clip)
+    values, groups = round_trip(tile, nbits=nbits, clip=clip, centered=centered)
     for part in (groups.scale, groups.zero_point, groups.factor, values):
         assert torch.isfinite(part).all()
 
 
-def test_factors_and_ranges_are_fitted_to_other_rows_where_some_are_given():
+@pytest.mark.parametrize("centered", [False, True])
+def test_factors_and_ranges_are_fitted_to_other_rows_where_some_are_given(centered):
     clean, _ = planted()
     tiles = clean.clone()
     tiles[..., :7] = 1000.0  # pads
-    _, fitted = round_trip(tiles, clean)
-    _, plain = round_trip(clean)
+    _, fitted = round_trip(tiles, clean, centered=centered)
+    _, plain = round_trip(clean, centered=centered)
     for name in ("scale", "zero_point", "factor"):
         assert torch.equal(getattr(fitted, name), getattr(plain, name))
     assert torch.equal(fitted.codes[..., 7:], plain.codes[..., 7:])
 
 
+@pytest.mark.parametrize("changes", [{"clip": "mse"}, {"centered": True, "group_size": 32}], ids=str)
 @pytest.mark.parametrize("shape", [(64, 128), (80, 32), (63, 47)])
-def test_a_tile_depends_neither_on_its_neighbours_nor_on_its_place_in_memory(shape):
+def test_a_tile_depends_neither_on_its_neighbours_nor_on_its_place_in_memory(shape, changes):
     tiles = torch.randn(2, 3, 7, *shape) * torch.randn(2, 3, 7, 1, shape[1]).exp()
-    _, whole = round_trip(tiles, clip="mse")
+    _, whole = round_trip(tiles, **changes)
     scattered = torch.empty(shape[1], 7, 2, shape[0], 3).permute(2, 4, 1, 3, 0).copy_(tiles)
-    _, other = round_trip(scattered, clip="mse")
+    _, other = round_trip(scattered, **changes)
     for name in ("codes", "scale", "zero_point", "factor"):
-        parts = [getattr(round_trip(tiles[:, :, i : i + 1], clip="mse")[1], name) for i in range(7)]
+        parts = [getattr(round_trip(tiles[:, :, i : i + 1], **changes)[1], name) for i in range(7)]
         assert torch.equal(getattr(whole, name), torch.cat(parts, 2))
         assert torch.equal(getattr(whole, name), getattr(other, name))
 
 
+@pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("padding", [None, [37, 2]])
 @pytest.mark.parametrize("group_size", [32, 128])
-def test_the_cache_holds_the_same_however_calls_cut_the_tokens(group_size, padding):
-    side = {"nbits": 2, "method": METHOD, "group_size": group_size, "rotation": "hadamard"}
+def test_the_cache_holds_the_same_however_calls_cut_the_tokens(group_size, padding, centered):
+    side = {"nbits": 2, "method": METHOD, "group_size": group_size, "rotation": "hadamard", "centered": centered}
     config = KVQuantConfig(residual_length=16).replace(key=side, value=side)
     assert config.block_length == group_size
     states = torch.randn(2, 2, 450, 2, 32).transpose(2, 3)
     layer = assert_cuts_change_nothing(config, states, [5, 200, 1, 244], padding)
     assert layer.quantized_length == (450 - 4 - 16) // group_size * group_size
+
+
+# ---- centered -----------------------------------------------------------------------------------------------------
+
+
+def test_a_bias_costs_nothing_when_it_is_taken_out():
+    """Rows far from zero: factors are those of what varies, and the error is that of rows without the bias."""
+    tiles, column = planted()
+    bias = 200.0 * torch.randn(2, 64, 1, generator=torch.Generator().manual_seed(1))
+
+    def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+        return float(((found - wanted) / column[:, None, :]).square().mean())
+
+    plain = error(round_trip(tiles + bias, nbits=2)[0], tiles + bias)
+    centered = error(round_trip(tiles + bias, nbits=2, centered=True)[0], tiles + bias)
+    without_bias = error(round_trip(tiles, nbits=2, centered=True)[0], tiles)
+    assert centered < 1.3 * without_bias and centered < 0.05 * plain
+
+
+@pytest.mark.parametrize("nbits", NBITS)
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_errors_of_centered_groups_are_at_most_half_a_step_times_the_factor(nbits, group_size):
+    tiles, _ = planted()
+    tiles += torch.randn(2, 64, 1)
+    values, groups = round_trip(tiles, nbits=nbits, group_size=group_size, centered=True)
+    step = groups.scale.float().repeat_interleave(group_size, -1) * groups.factor.float()[:, None, :]
+    assert ((values - tiles).abs() <= 0.5 * step * (1 + 1e-5) + 1e-6).all()
+    assert groups.zero_point.shape == groups.scale.shape and groups.zero_point.dtype == groups.scale.dtype
+
+
+@pytest.mark.parametrize("nbits", NBITS)
+def test_constant_rows_among_others_are_exact(nbits):
+    tiles, _ = planted()
+    tiles[:, 5] = 3.0
+    tiles[:, 6] = torch.tensor(0.1).half().float()
+    values, _ = round_trip(tiles, nbits=nbits, centered=True)
+    assert torch.equal(values[:, 5:7], tiles[:, 5:7])
+
+
+def test_a_mean_beyond_float16_is_kept_in_float32():
+    tiles, _ = planted()
+    near, _ = round_trip(tiles, nbits=4, centered=True)
+    tiles[:, 5] += 2.0**20
+    values, groups = round_trip(tiles, nbits=4, centered=True)
+    assert groups.scale.dtype == groups.zero_point.dtype == torch.float32
+    assert ((values - 2.0**20) - near)[:, 5].abs().max() < 2  # spacing of float32 there: 1/8
+
+
+def test_centered_goes_with_asymmetric_codes_of_the_method_only():
+    for changes in ({}, {"method": METHOD, "symmetric": True}):
+        with pytest.raises(ValueError, match="`centered` must be False unless"):
+            QuantSpec(**changes, centered=True)
+    with pytest.raises(ValueError, match="`centered` must be one of"):
+        QuantSpec(method=METHOD, centered="yes")
+    spec = QuantSpec(method=METHOD, centered=True)
+    assert "centered" in str(spec) and spec.metadata_bits(64) == QuantSpec(method=METHOD).metadata_bits(64)
+
+
+def test_centered_groups_are_read_by_torch_and_the_gpu_kernels_and_refused_by_name_elsewhere():
+    side = {"method": METHOD, "centered": True}
+    config = KVQuantConfig(residual_length=16).replace(key=side, value=side)
+    states = torch.randn(1, 2, 100, 32, generator=torch.Generator().manual_seed(0)) + 3.0
+    query, outputs = torch.randn(1, 4, 1, 32), {}
+    for backend in ("torch", "auto"):
+        layer = QuantLayer(config.replace(backend=backend))
+        layer.update(states, states)
+        outputs[backend] = decode_attention(query, layer.view())
+    assert torch.equal(outputs["torch"], outputs["auto"])
+    assert triton.unsupported(layer.view()) is None
+    strict = QuantLayer(config.replace(backend="cpu"))
+    strict.update(states, states)
+    with pytest.raises(ValueError, match="`backend='cpu'` does not read `centered` groups"):
+        decode_attention(query, strict.view())

@@ -121,16 +121,16 @@ def _side_arguments(side: str, store: "BlockStore", heads: int, nothing: torch.T
     found: dict[str, Any] = {f"{side}_{name}": _contiguous(getattr(store, name), nothing) for name in parts}
     found[f"{side}_base"] = _contiguous(store.second_level, nothing)
     found[f"{side}_capacity"] = 0 if store.codes is None else store.codes.shape[2]
-    is_table = spec.is_quantized and spec.levels != "uniform"
+    is_table = _kind(spec) == "table"
     found[f"{side}_levels"] = levels_of(spec.levels, spec.nbits, device).table if is_table else nothing
     found[f"{side}_scale_levels"] = _scale_levels(spec.levels_name, device) if spec.has_second_level else nothing
     constants: dict[str, Any] = {
         "BITS": spec.nbits,
         "GROUP": spec.group_size,
         "ALONG": spec.granularity == "per_channel",
-        "KIND": "table" if is_table else "hybrid" if spec.method == "innerq" and not spec.symmetric else "even",
+        "KIND": _kind(spec),
         "MIDDLE": _middle(spec),
-        "ZERO_POINT": not spec.symmetric,
+        "ZERO_POINT": not spec.symmetric and not spec.centered,
         "FACTOR": spec.has_factor,
         "PROMOTED": spec.num_promoted(store.head_dim),
         "OUTLIERS": spec.num_outliers(store.head_dim * store.block_length) if spec.is_quantized else 0,
@@ -142,6 +142,15 @@ def _side_arguments(side: str, store: "BlockStore", heads: int, nothing: torch.T
 def _contiguous(tensor: torch.Tensor | None, nothing: torch.Tensor) -> torch.Tensor:
     """Buffers of a store are contiguous as they are made; what a caller put in their place need not be."""
     return nothing if tensor is None else tensor.contiguous()
+
+
+def _kind(spec: "QuantSpec") -> str:
+    """How codes become numbers, see `planar_codes_kernel.decoded`."""
+    if spec.centered:
+        return "centered"
+    if spec.is_quantized and spec.levels != "uniform":
+        return "table"
+    return "hybrid" if spec.method == "innerq" and not spec.symmetric else "even"
 
 
 def _middle(spec: "QuantSpec") -> float:

@@ -95,7 +95,8 @@ def decoded(
         NBITS: Bits per code, 2 to 8; those of the high part where channels are promoted.
         GROUP: Codes that share a scale.
         ALONG: Whether rows belong to channels.
-        KIND: `even`, `table`, or `hybrid`: a group has a zero point if the sign of its scale is set.
+        KIND: `even`; `table`; `hybrid`: a group has a zero point if the sign of its scale is set; `centered`:
+            even, with zero points (none of `ZERO_POINT`) that are added after the factor.
         MIDDLE: The even level that stands for zero without a zero point.
         ZERO_POINT: Whether there are zero points.
         FACTOR: Whether places have factors.
@@ -134,4 +135,6 @@ def decoded(
         number = (number - MIDDLE) * step
     if FACTOR:
         number = number * tl.load(factor + block * LENGTH + place, mask=live, other=0.0).to(tl.float32)
+    if KIND == "centered":
+        number += tl.load(zero_point + group, mask=live, other=0.0).to(tl.float32)
     return tl.where(live, number, 0.0)

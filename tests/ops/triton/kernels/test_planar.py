@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvquant_hf.config import KVQuantConfig
+from kvquant_hf.layer import QuantLayer
 from kvquant_hf.ops.triton import launch as launching
 from tests.ops.triton.kernels.test_decode import BF16, F32, build, check, promoted, rope
 
@@ -49,10 +50,12 @@ CASES = [
     ("e5m2", 150, both({"levels": "e5m2", "nbits": 8, "symmetric": True}, {"levels": "e4m3", "nbits": 8})),
     ("e2m1-bytes-per-channel", 150, both({"levels": "e2m1", "symmetric": True, "metadata_nbits": 8})),
     ("bytes-of-even-scales", 150, both({"symmetric": True, "metadata_nbits": 8})),
+    ("coarse-bytes", 150, both({**TOKENS, "symmetric": True, "metadata_nbits": 8}, spread=3.0, scale=1e-3, dtype=F32)),
+    ("centered", 300, both({"method": "variance_normalized", "centered": True}, spread=1.0, outliers=10.0)),
     (
-        "coarse-bytes",
+        "centered-per-token",
         150,
-        both({"symmetric": True, "metadata_nbits": 8}, {**TOKENS}, spread=3.0, scale=1e-2, dtype=F32),
+        both({**TOKENS, "method": "variance_normalized", "centered": True}, spread=1.0, DV=48),
     ),
     ("outliers", 150, both({"outliers": 0.01, "nbits": 2}, G=2)),
     ("outliers-post-rope-per-token", 150, both({**TOKENS, "outliers": 0.02}, rotation=None)),
@@ -105,6 +108,20 @@ def test_decode_against_the_twin(tokens, shape, device, monkeypatch):
     assert launching.not_in_words(case.view) is not None
     if tokens > 40:
         assert case.view.num_blocks > 1
+
+
+def test_constant_groups_of_the_hybrid_have_a_scale_of_minus_zero(device):
+    side = {"method": "innerq", "granularity": "per_channel", "nbits": 4}
+    config = KVQuantConfig(backend="triton", residual_length=16, sink_length=0).replace(value=side)
+    states = torch.full((1, 2, 150, 32), 0.1, device=device).half()
+    layer = QuantLayer(config)
+    layer.update(states, states)
+    store = layer.view().value_store
+    assert store.scale is not None
+    scale = store.scale[:, :, : store.num_blocks]
+    assert (scale == 0).all() and scale.signbit().all()
+    output = launching.decode_attention(torch.ones(1, 2, 1, 32, device=device).half(), layer.view(), None, 0.2)
+    torch.testing.assert_close(output, states[:, :, :1], rtol=2e-3, atol=0)
 
 
 def test_both_kernels_agree(device):
