@@ -122,10 +122,8 @@ def decoded(
         step = tl.load(scale_levels + byte, mask=live, other=0.0) * tl.abs(share)
     step = step.to(tl.float32)
     if ZERO_POINT:
-        # Parameters of float32 may be so large that only the sum of the products is finite.
-        SHRINK: tl.constexpr = 0.25 if scale.dtype.element_ty == tl.float32 else 1.0
         offset = tl.load(zero_point + group, mask=live, other=0.0).to(tl.float32)
-        shifted = (number * (tl.abs(step) * SHRINK) + offset * SHRINK) / SHRINK
+        shifted = number * tl.abs(step) + offset
         if KIND == "hybrid":
             is_shifted = step.to(tl.int32, bitcast=True) < 0  # also where the scale is -0.0
             number = tl.where(is_shifted, shifted, (number - MIDDLE) * step)
