@@ -45,8 +45,8 @@ class SharedGroupsQuantizer(AffineQuantizer):
         assert zero_point is not None
         codes = self.codes_of_rows(rows, scale, zero_point, feedback)
         if self._shares_scale:
-            return QuantizedGroups(codes, scale[..., :: self._count].contiguous(), zero_point)
-        return QuantizedGroups(codes, scale, zero_point[..., :: self._count].contiguous())
+            return QuantizedGroups(codes, scale[..., :: self._count], zero_point)
+        return QuantizedGroups(codes, scale, zero_point[..., :: self._count])
 
     def dequantize(self, groups: QuantizedGroups) -> torch.Tensor:
         """Values of codes, see `Quantizer.dequantize`."""

@@ -156,6 +156,8 @@ def test_numbers_too_large_turn_the_layer_to_the_common_layout(preset, device):
         ({"value": {"granularity": "per_channel"}}, 32, "values per_channel"),
         ({"key": {"metadata_nbits": 8}}, 32, "`metadata_nbits=8`"),
         ({"value": {"metadata_nbits": 8}}, 32, "`metadata_nbits=8`"),
+        ({"key": {"shared_groups": 2}}, 32, "groups that share a parameter"),
+        ({"value": {"shared_groups": 2}}, 32, "groups that share a parameter"),
         ({"key": {"rotation": "hadamard"}}, 32, "a Hadamard rotation of pre-RoPE keys"),
         ({}, 40, "head sizes 40 and 40"),
         ({}, 272, "head sizes 272 and 272"),
