@@ -80,7 +80,8 @@ class QuantSpec:
             be fewer (`kvquant_hf.quantizers.shared_groups`). For affine, asymmetric codes of even levels with
             metadata of 16 bits, without outliers and promoted channels. A block of codes per channel has tokens for
             all groups that share. Metadata of 8 bits is better at the same size (docs/results.md).
-        shared_parameter: What they share: the `scale`, which suits keys, or the `zero_point`, which suits values.
+        shared_parameter: What they share: the `scale`, which leaves constant groups exact, or the `zero_point`, which
+            is better for values.
     """
 
     nbits: int = 4

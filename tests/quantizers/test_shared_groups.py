@@ -164,6 +164,14 @@ def test_a_constant_group_among_others_keeps_the_documented_bound(nbits, value):
     assert ((values - rows)[:, 16:32].abs() <= 2**-10 * distance + (2**nbits - 1) * 2**-24).all()
 
 
+def test_small_steps_between_constant_groups_are_kept_in_float32():
+    """No group has any width of its own; the step to the shared zero point is one that float16 would distort."""
+    rows = torch.tensor([0.0, 1e-6]).repeat_interleave(16)[None]
+    values, groups = round_trip(rows, spec_of("zero_point", nbits=8))
+    assert groups.scale.dtype == torch.float32
+    torch.testing.assert_close(values, rows, rtol=1e-6, atol=0)
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     exponent=st.integers(-45, 38),
