@@ -164,6 +164,21 @@ def test_a_constant_group_among_others_keeps_the_documented_bound(nbits, value):
     assert ((values - rows)[:, 16:32].abs() <= 2**-10 * distance + (2**nbits - 1) * 2**-24).all()
 
 
+@pytest.mark.parametrize("parameter", PARAMETERS)
+@pytest.mark.parametrize("wide", [0, 1])
+def test_groups_that_need_float32_share_the_same_number_with_those_that_do_not(parameter, wide):
+    """A zero point that is rounded for one of them alone would shift the other's grid by a tenth of a step."""
+    rows = rows_of(50, length=32)
+    rows[:, 16 * wide] = 1e5
+    spec = spec_of(parameter, nbits=8)
+    values, groups = round_trip(rows, spec)
+    assert groups.scale.dtype == groups.zero_point.dtype == torch.float32
+    for first, end, scale, zero_point in each_group(groups, spec, 32):
+        x, y = rows[:, first:end], values[:, first:end]
+        assert (zero_point <= x.amin(-1)).all()
+        assert ((x - y).abs().amax(-1) <= scale / 2 + 1e-6 * x.abs().amax(-1)).all()
+
+
 def test_small_steps_between_constant_groups_are_kept_in_float32():
     """No group has any width of its own; the step to the shared zero point is one that float16 would distort."""
     rows = torch.tensor([0.0, 1e-6]).repeat_interleave(16)[None]
