@@ -58,8 +58,8 @@ def _shapes(spec: QuantSpec, block_length: int, head_dim: int) -> dict[str, tupl
     outliers = (spec.num_outliers(block_length * head_dim),)
     return {
         "codes": (rows, PlanarLayout(spec.nbits, row).num_bytes),
-        "scale": (rows, groups * spec.numbers_per_group),
-        "zero_point": (rows, groups),
+        "scale": (rows, spec.num_stored("scale", groups)),
+        "zero_point": (rows, spec.num_stored("zero_point", groups)),
         "factor": (row,),
         "promoted": (promoted,),
         "extra": (promoted, PlanarLayout(EXTRA_BITS, row).num_bytes),

@@ -11,6 +11,8 @@ ROPE_ORDERS = ("pre", "post")
 ROTATIONS = ("none", "hadamard", "hadamard_signs", "grouped_heads")
 CLIPS = ("minmax", "mse")
 METADATA_NBITS = (8, 16)
+SHARED_GROUPS = (1, 2, 4)
+SHARED_PARAMETERS = ("scale", "zero_point")
 PROMOTED_SHARES = (0.0, 0.125, 0.25, 0.5)
 OUTLIER_SHARES = (0.0, 0.005, 0.01, 0.02)
 _PROMOTED_NBITS = (2, 3, 4)
@@ -77,6 +79,12 @@ class QuantSpec:
             KVQuant's calibrated `nuq` levels (section 3.3), which `scripts/calibrate.py levels` finds. Such a table
             belongs to the settings and is counted in no bits per value: 16 numbers a layer and side at most.
             `symmetric` drops the zero point of any of them.
+        shared_groups: Consecutive groups of a row that share one of their two parameters; the last ones of a row may
+            be fewer (`kvquant_hf.quantizers.shared_groups`). For affine, asymmetric codes of even levels with
+            metadata of 16 bits, without outliers and promoted channels. A block of codes per channel has tokens for
+            all groups that share. Metadata of 8 bits is better at the same size (docs/results.md).
+        shared_parameter: What they share: the `scale`, which leaves constant groups exact, or the `zero_point`, which
+            is better for values.
     """
 
     nbits: int = 4
@@ -92,6 +100,8 @@ class QuantSpec:
     metadata_nbits: int = 16
     levels: str | tuple[float, ...] = "uniform"
     centered: bool = False
+    shared_groups: int = 1
+    shared_parameter: str = "scale"
 
     def __post_init__(self) -> None:
         check_choice("nbits", self.nbits, NBITS)
@@ -110,6 +120,8 @@ class QuantSpec:
         check_choice("promoted", self.promoted, PROMOTED_SHARES)
         check_choice("outliers", self.outliers, OUTLIER_SHARES)
         check_choice("metadata_nbits", self.metadata_nbits, METADATA_NBITS)
+        check_choice("shared_groups", self.shared_groups, SHARED_GROUPS)
+        check_choice("shared_parameter", self.shared_parameter, SHARED_PARAMETERS)
         if isinstance(self.levels, (list, tuple)):
             object.__setattr__(self, "levels", check_ascending("levels", self.levels, TABLE_LIMIT))
         else:
@@ -120,6 +132,9 @@ class QuantSpec:
         self._check_goes_with("centered", False, {"method": ("variance_normalized",), "symmetric": (False,)})
         self._check_goes_with("outliers", 0, {"method": ("affine",), "promoted": (0.0,), "nbits": NBITS[:-1]})
         self._check_goes_with("metadata_nbits", 16, affine | {"levels": ("uniform", "e2m1"), "outliers": (0.0,)})
+        whole = {"metadata_nbits": (16,), "promoted": (0.0,), "outliers": (0.0,)}
+        self._check_goes_with("shared_groups", 1, affine | {"symmetric": (False,)} | whole)
+        self._check_goes_with("shared_parameter", "scale", {"shared_groups": SHARED_GROUPS[1:]})
         if self.is_quantized:
             self._check_levels()
 
@@ -155,7 +170,7 @@ class QuantSpec:
         """Name of the levels, `table` for those that are listed."""
         return self.levels if isinstance(self.levels, str) else "table"
 
-    def _check_goes_with(self, setting: str, default: int, allowed: dict[str, tuple[object, ...]]) -> None:
+    def _check_goes_with(self, setting: str, default: float | str, allowed: dict[str, tuple[object, ...]]) -> None:
         """Raise if a setting is not its default and another one is none of those that it goes with."""
         chosen = getattr(self, setting)
         if chosen == default:
@@ -190,6 +205,16 @@ class QuantSpec:
         return 0 if self.symmetric else max(1, num_groups // 32)
 
     @property
+    def shares(self) -> bool:
+        """Whether groups share a parameter."""
+        return self.is_quantized and self.shared_groups > 1
+
+    def num_stored(self, parameter: str, num_groups: int) -> int:
+        """Numbers that a row of so many groups stores of a parameter, `scale` or `zero_point`."""
+        sharing = self.shared_groups if parameter == self.shared_parameter else 1
+        return -(-num_groups // sharing) * (self.numbers_per_group if parameter == "scale" else 1)
+
+    @property
     def numbers_per_group(self) -> int:
         """Numbers of a group in `QuantizedGroups.scale`: besides the scale, `turboquant_prod` has a norm."""
         return 2 if self.is_quantized and self.method == "turboquant_prod" else 1
@@ -204,7 +229,9 @@ class QuantSpec:
         """Consecutive tokens that must be quantized together."""
         if self._normalizes_channels:
             return max(self.group_size, min(_INNER_TOKENS, _INNER_GROUPS * self.group_size))
-        return self.group_size if self.granularity == "per_channel" or self.method in _TILE_METHODS else 1
+        if self.granularity == "per_channel" or self.method in _TILE_METHODS:
+            return self.group_size * self.shared_groups
+        return 1
 
     @property
     def _normalizes_channels(self) -> bool:
@@ -231,12 +258,17 @@ class QuantSpec:
         if not self.is_quantized:
             return 0.0
         words = (self.numbers_per_group + (not self.symmetric)) * self.metadata_nbits / 16
-        entries = head_dim * (block_length or self.token_group)
+        length = block_length or self.token_group
+        entries = head_dim * length
         shared = 32.0 * self.num_outliers(entries) / entries
         if self.has_second_level:
             length = block_length or max(self.token_group, 32)
             rows, row = (head_dim, length) if self.granularity == "per_channel" else (length, head_dim)
             shared += 16.0 * (1 + self.num_listed(rows * -(-row // self.group_size))) / (rows * row)
+        if self.shares:
+            row = length if self.granularity == "per_channel" else head_dim
+            groups = -(-row // self.group_size)
+            return 16.0 * sum(self.num_stored(name, groups) for name in SHARED_PARAMETERS) / row
         if self.granularity == "per_channel":
             numbers = 8.0 * self.num_promoted(head_dim) / head_dim / (block_length or self.token_group)
             return 16.0 * words / self.group_size + 16.0 * self.has_factor / head_dim + numbers + shared
@@ -258,5 +290,7 @@ class QuantSpec:
         parts += ["symmetric"] * self.symmetric + ["centered"] * self.centered
         parts += [f"clip {self.clip}"] * (self.clip != "minmax")
         parts += [f"{self.metadata_nbits}-bit metadata"] * self.has_second_level
+        shared = self.shared_parameter.replace("_", " ")
+        parts += [f"{self.shared_groups} groups share a {shared}"] * self.shares
         parts += [self.rotation] * (self.rotation != "none")
         return " ".join(parts)

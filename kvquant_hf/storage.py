@@ -27,11 +27,11 @@ class BlockStore:
     """Blocks of `block_length` tokens of keys or of values, each quantized once when it is appended.
 
     Per-channel codes are stored `[B, H, N, D, bytes]` with the tokens of a channel side by side, per-token codes
-    `[B, H, N, L, bytes]` with the channels of a token side by side; scales and zero points `[…, groups]` likewise,
-    factors `[B, H, N, L]` (per-channel codes) or `[B, H, N, D]` (per-token codes). Of promoted channels the low two
-    bits lie apart, `[B, H, N, P, L / 4]`, beside the channels' numbers `[B, H, N, P]`; of outliers
-    places and values, `[B, H, N, K]` each. What 8-bit metadata is relative to is `[B, H, N, 1 + listed]`. Unquantized
-    blocks (16 bits) are `[B, H, N, L, D]` in the model's dtype.
+    `[B, H, N, L, bytes]` with the channels of a token side by side; scales and zero points `[…, groups]` likewise, one
+    of them `[…, ⌈groups / n⌉]` where `n` groups share it; factors `[B, H, N, L]` (per-channel codes) or `[B, H, N, D]`
+    (per-token codes). Of promoted channels the low two bits lie apart, `[B, H, N, P, L / 4]`, beside the channels'
+    numbers `[B, H, N, P]`; of outliers places and values, `[B, H, N, K]` each. What 8-bit metadata is relative to is
+    `[B, H, N, 1 + listed]`. Unquantized blocks (16 bits) are `[B, H, N, L, D]` in the model's dtype.
 
     Args:
         spec: How the tensor is stored.

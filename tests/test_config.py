@@ -10,7 +10,7 @@ import yaml
 from kvquant_hf import KVQuantConfig, QuantSpec, list_presets
 from kvquant_hf.config import BACKENDS
 from kvquant_hf.quantizers import QUANTIZERS
-from kvquant_hf.spec import GROUP_SIZES, LEVELS, METHODS, NBITS, ROTATIONS
+from kvquant_hf.spec import GROUP_SIZES, LEVELS, METHODS, NBITS, ROTATIONS, SHARED_GROUPS, SHARED_PARAMETERS
 
 PRESETS = [
     "dense",
@@ -54,6 +54,8 @@ PRESETS = [
         ("symmetric", 1, (False, True)),
         ("clip", "max", ("minmax", "mse")),
         ("levels", "gausian", LEVELS),
+        ("shared_groups", 8, SHARED_GROUPS),
+        ("shared_parameter", "scales", SHARED_PARAMETERS),
     ],
 )
 def test_bad_spec_names_argument_allowed_and_received(setting, value, allowed):

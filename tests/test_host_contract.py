@@ -126,6 +126,15 @@ STATES = {
     "turboquant": _fill(100, settings(3, 2, key=TURBO, value=TURBO)),
     "turboquant-prod": _fill(100, settings(3, 2, key=TURBO | PROD, value=TURBO | PROD)),
     "nvfp4": _fill(100, settings(4, 4, key=NVFP4, value=NVFP4 | {"granularity": "per_token"})),
+    "shared-groups": _fill(
+        100,
+        settings(
+            2,
+            3,
+            key={"shared_groups": 4},
+            value={"granularity": "per_channel", "shared_groups": 2, "shared_parameter": "zero_point", "clip": "mse"},
+        ),
+    ),
     "lossless": _fill(100, LOSSLESS["16-bit"]),
 }
 

@@ -31,6 +31,16 @@ SETTINGS = {
         "key": {"nbits": 2, "levels": [-1, -0.25, 0.3, 0.9], "outliers": 0.01},
         "layers": {1: {"key": {"levels": [-0.9, -0.3, 0.2, 1]}, "value": {"nbits": 2, "levels": [-1, -0.5, 0.5, 1]}}},
     },
+    "shared": {
+        "residual_length": 16,
+        "key": {"group_size": 16, "shared_groups": 2},
+        "value": {
+            "granularity": "per_channel",
+            "group_size": 16,
+            "shared_groups": 4,
+            "shared_parameter": "zero_point",
+        },
+    },
     "innerq3": {"residual_length": 0, "sink_length": 0},
 }
 

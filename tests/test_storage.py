@@ -50,6 +50,12 @@ SPECS += [
     QuantSpec(3, "per_token", 128, rotation="hadamard", symmetric=True, levels="gaussian", method="turboquant_prod"),
     QuantSpec(2, "per_token", 16, rotation="hadamard", symmetric=True, levels="gaussian", method="turboquant_prod"),
 ]
+SPECS += [
+    QuantSpec(nbits, granularity, 16, clip=clip, shared_groups=2, shared_parameter=parameter)
+    for nbits in (2, 8)
+    for granularity in ("per_channel", "per_token")
+    for parameter, clip in (("scale", "minmax"), ("zero_point", "mse"))
+]
 SPECS += [QuantSpec(nbits=16)]
 
 

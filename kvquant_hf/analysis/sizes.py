@@ -15,7 +15,6 @@ from kvquant_hf.rope import KeyRotation
 from kvquant_hf.rope_probe import find_rotations
 
 BITS_DTYPE = torch.bfloat16
-_LONGEST_BLOCK = 128
 Shape = tuple[int, int, int]
 Pair = tuple[str, str]
 
@@ -107,14 +106,14 @@ class SizeTable:
     def measured_bits(self, config: KVQuantConfig) -> float:
         """`bits_per_value` of a real cache, whose layers all hold the same tokens as codes."""
         cache = QuantCache(self._model, config)
-        tokens = self._frame.sink_length + self._frame.residual_length + 2 * _LONGEST_BLOCK
+        exact = self._frame.sink_length + self._frame.residual_length
         bits = 0.0
         for index in self.layers:
             layer = cache.quantized_layer(index)
             if not layer.config.is_quantized:
                 bits += 8 * BITS_DTYPE.itemsize * self.values[index]
                 continue
-            _feed(layer, self.shapes[index], tokens)
+            _feed(layer, self.shapes[index], exact + 2 * layer.config.block_length)
             bits += 8 * _block_bytes(layer) / layer.quantized_length
         return bits / sum(self.values.values())
 

@@ -10,6 +10,7 @@ from kvquant_hf.quantizers.innerq import InnerQuantizer
 from kvquant_hf.quantizers.nvfp4 import MicroscaledQuantizer
 from kvquant_hf.quantizers.outliers import OutlierQuantizer, check_places, places_of
 from kvquant_hf.quantizers.promoted import PromotedQuantizer, along, join_codes, split_codes
+from kvquant_hf.quantizers.shared_groups import SharedGroupsQuantizer
 from kvquant_hf.quantizers.turboquant_prod import TurboProdQuantizer
 from kvquant_hf.quantizers.variance_normalized import VarianceNormalizedQuantizer
 from kvquant_hf.spec import QuantSpec
@@ -25,6 +26,8 @@ QUANTIZERS: dict[str, type[Quantizer]] = {
 
 def quantizer_of(spec: QuantSpec, partners: torch.Tensor | None = None) -> Quantizer:
     """The quantizer of some settings; `partners` is for `PromotedQuantizer`."""
+    if spec.shares:
+        return SharedGroupsQuantizer(spec)
     if spec.outliers:
         return OutlierQuantizer(spec)
     if spec.has_second_level:
@@ -47,6 +50,7 @@ __all__ = [
     "PromotedQuantizer",
     "QuantizedGroups",
     "Quantizer",
+    "SharedGroupsQuantizer",
     "TurboProdQuantizer",
     "TurboQuantizer",
     "VarianceNormalizedQuantizer",

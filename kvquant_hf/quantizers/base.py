@@ -29,9 +29,9 @@ class QuantizedGroups:
     Attributes:
         codes: `[..., rows, length]`, uint8, below `2 ** nbits`.
         scale: `[..., rows, num_groups]`, the dtype it is stored in; of `turboquant_prod` twice as many, the norms of
-            the residuals after the scales.
-        zero_point: Like `scale`, in the units of `x / factor`; `None` for symmetric codes, whose zero point follows
-            from the scale.
+            the residuals after the scales; fewer if groups share it (`kvquant_hf.quantizers.shared_groups`).
+        zero_point: `[..., rows, num_groups]`, fewer if groups share it, in the units of `x / factor`, of the dtype of
+            `scale`; `None` for symmetric codes, whose zero point follows from the scale.
         factor: `[..., length]`, one number per element of a row, the same for all rows of a block: per token for keys
             whose rows are channels, per channel for values whose rows are tokens. `None`: 1.
         promoted: `[..., P]`, uint8, ascending: rows whose codes have two more bits, below `2 ** (nbits + 2)`.

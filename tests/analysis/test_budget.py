@@ -250,6 +250,7 @@ ODD = Candidates(
         "k3g16": replace(KEY, nbits=3, group_size=16),
         "k2g128": replace(KEY, nbits=2, group_size=128),
         "k2p25": replace(KEY, nbits=2, group_size=64, promoted=0.25),
+        "k2s4": replace(KEY, nbits=2, group_size=128, shared_groups=4),
     },
     {
         "channels": replace(VALUE, nbits=4, granularity="per_channel", group_size=64),
@@ -268,6 +269,7 @@ def test_sizes_are_those_of_a_real_cache(tokens, gemma):
         {1: ("k3g16", "channels"), 3: ("k2g128", "tiles")},
         {1: ("k2g128", "exact"), 3: ("k3g16", "tiles")},
         {1: ("k2p25", "tiles"), 3: ("k2p25", "exact")},
+        {1: ("k2s4", "tiles"), 3: ("k3g16", "exact")},
     ):
         config = problem.config(pairs)
         held = replayed_bits(lambda c=config: QuantCache(gemma, c), model_shapes(gemma), [(0, tokens)], torch.bfloat16)

@@ -302,6 +302,7 @@ def test_a_model_without_a_say_still_gives_levels():
             "no levels can be calibrated for keys of layer 0 .*`promoted` must be 0",
         ),
         ({"value": {"metadata_nbits": 8}}, (1, 100), "for values of layer 0 .*`metadata_nbits` must be 16"),
+        ({"value": {"shared_groups": 2}}, (1, 100), "for values of layer 0 .*`shared_groups` must be 1 unless"),
         ({"key": {"method": "variance_normalized"}}, (1, 100), r"`method` must be one of \('affine',\)"),
     ],
 )

@@ -105,6 +105,8 @@ def test_a_failing_compiler_is_quoted(clean_slate, monkeypatch, tmp_path):
         ({"key": {"rotation": "hadamard_signs"}}, "keys with rotation='hadamard_signs'"),
         ({"key": {"metadata_nbits": 8}}, "`metadata_nbits=8`"),
         ({"value": {"metadata_nbits": 8}}, "`metadata_nbits=8`"),
+        ({"key": {"shared_groups": 2}}, "groups that share a parameter"),
+        ({"value": {"shared_groups": 2}}, "groups that share a parameter"),
         ({"head_dim": 40}, r"head sizes 40 and 40"),
     ],
 )

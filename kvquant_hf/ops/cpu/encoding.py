@@ -53,6 +53,7 @@ def can_encode(spec: "QuantSpec", dtype: torch.dtype, device: torch.device, bloc
         and spec.method == "affine"
         and spec.levels == "uniform"
         and not spec.outliers
+        and not spec.shares
         and spec.rotation in ("none", "hadamard")
         and not (spec.promotes and spec.clip == "mse")
         and not (spec.has_second_level and not (spec.symmetric and spec.granularity == "per_token"))

@@ -49,6 +49,8 @@ def _unread_codes(spec: "QuantSpec") -> str | None:
         return "`method: turboquant_prod`"
     if spec.centered:
         return "`centered` groups"
+    if spec.shares:
+        return "groups that share a parameter (`shared_groups`)"
     # A zero point of 8 bits takes tables and a list, a scale one power of two or a conversion.
     if spec.has_second_level and not spec.symmetric:
         return "`metadata_nbits=8` but of symmetric codes"

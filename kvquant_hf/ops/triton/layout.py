@@ -82,6 +82,8 @@ def unread_codes(spec: QuantSpec) -> str | None:
         return "keys or values with `outliers`"
     if spec.centered:
         return "`centered` groups"
+    if spec.shares:
+        return "groups that share a parameter (`shared_groups`)"
     if spec.levels != "uniform":
         return f"codes of uneven levels (`levels` {spec.levels_name})"
     # A zero point of 8 bits takes tables and a list, a scale one power of two.

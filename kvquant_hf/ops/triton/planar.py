@@ -52,6 +52,8 @@ def _unread_codes(spec: "QuantSpec") -> str | None:
         return None
     if spec.method == "turboquant_prod":
         return "`method: turboquant_prod`"
+    if spec.shares:
+        return "groups that share a parameter (`shared_groups`)"
     if spec.has_second_level and not spec.symmetric:
         return "zero points of 8 bits"
     if spec.outliers and spec.rotation == "grouped_heads":

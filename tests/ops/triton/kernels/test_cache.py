@@ -156,6 +156,8 @@ def test_numbers_too_large_turn_the_layer_to_the_common_layout(preset, device):
         ({"key": {"metadata_nbits": 8}}, 32, "keys with zero points of 8 bits"),
         ({"value": {"metadata_nbits": 8}}, 32, "values with zero points of 8 bits"),
         ({"key": {"rotation": "hadamard"}}, 272, "head sizes 272 and 272"),
+        ({"key": {"shared_groups": 2}}, 32, "keys with groups that share a parameter"),
+        ({"value": {"shared_groups": 2}}, 32, "values with groups that share a parameter"),
         ({}, 272, "head sizes 272 and 272"),
     ],
 )
