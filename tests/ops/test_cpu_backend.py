@@ -102,7 +102,6 @@ def test_a_failing_compiler_is_quoted(clean_slate, monkeypatch, tmp_path):
     ("settings", "reason"),
     [
         ({"dtype": torch.float64}, "keys in torch.float64 and values in torch.float64"),
-        ({"key": {"rotation": "hadamard_signs"}}, "keys with rotation='hadamard_signs'"),
         ({"key": {"metadata_nbits": 8}}, "`metadata_nbits=8`"),
         ({"value": {"metadata_nbits": 8}}, "`metadata_nbits=8`"),
         ({"head_dim": 40}, r"head sizes 40 and 40"),

@@ -370,7 +370,7 @@ def test_factors_along_rows_of_other_granularities(group_size, rope):
     check_read(layer, 2, 3, torch.rand(2, 1, 3, 309) > 0.3)
 
 
-PRESETS = ["turboquant2", "turboquant3", "turboquant4", "fp8", "kvquant2", "kvquant3", "innerq3", "nvfp4"]
+PRESETS = ["turboquant2", "turboquant3", "turboquant4", "fp8", "kvquant2", "kvquant3", "innerq3", "nvfp4", "rotatekv2"]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
