@@ -1,7 +1,8 @@
 // Keys whose rotation is undone before they are scored: pre-RoPE keys in the Hadamard basis, and keys of mixed heads.
 //
-// A stored key of head h is Σ_g M[h][g] · H k_g with Hadamard matrices M of the KG heads of a group and H of the channels, both
-// their own inverses. So k_h = H Σ_g M[h][g] · stored_g: rows of the heads are added, each with a sign, then transformed.
+// A stored key of head h is Σ_g M[h][g] · H k_g, with Hadamard matrices M of the KG heads of a group and H of the channels.
+// Both are their own inverses, so k_h = H Σ_g M[h][g] · stored_g: rows of the heads are added, each with a sign, and
+// transformed once. With SIGNED_HADAMARD channels get their signs back last.
 #pragma once
 #include "outliers.h"
 
@@ -40,8 +41,8 @@ INLINE void butterflies(float *key) {
       }
 }
 
+// Add `share` times the tokens from `t0` on of block `n` of head `h` to `keys`, `[16, D]`.
 #if KX
-// Add `share` times the tokens from `t0` on of block `n` of head `h` to `keys`.
 INLINE void add_codes(const Args &a, const Levels<KB, KT> &levels, int b, int h, int64_t n, int t0, float share,
                       float (*keys)[D]) {
   constexpr int ROW = D * KB / 8;
@@ -74,10 +75,11 @@ INLINE void add_codes(const Args &a, const Levels<KB, KT> &levels, int b, int h,
     const uint8_t *p = row + unit * UK * nbits / 8;
     return WK == 1 || half == 0 ? values.template of<UK>(p, 0) : values.template of<UK>(p, WK - 1);
   };
-  [[maybe_unused]] float fine[D];
 #if KP
   // A promoted code is 4 · high + low: the scale of the high part is four times that of the low one.
-  const uint8_t *promoted = a.promoted + b * a.pb + h * a.ph + n * KP, *extra = a.extra + b * a.eb + h * a.eh + n * KP * (L / 4);
+  float fine[KP];
+  const uint8_t *promoted = a.promoted + b * a.pb + h * a.ph + n * KP;
+  const uint8_t *extra = a.extra + b * a.eb + h * a.eh + n * KP * (L / 4);
   for (int j = 0; j < KP; j++) {
     fine[j] = scale[promoted[j] * NGK + group];
     scale[promoted[j] * NGK + group] *= 4;
@@ -101,7 +103,7 @@ INLINE void add_codes(const Args &a, const Levels<KB, KT> &levels, int b, int h,
 }
 #endif
 
-// Scores of block `n` of head `h`, at `first` of the tile's.
+// Scores of block `n` of head `h`, from place `first` of its tile on.
 static __attribute__((noinline)) void score_unrotated(const Args &a, State &st, int b, int h, int64_t n, int first,
                                                       const Next &next) {
   const Levels<KB, KT> levels(a.klevels);
