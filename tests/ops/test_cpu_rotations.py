@@ -41,11 +41,13 @@ def check_all(layer, kv_heads):
 def test_rotatekv(kv_heads, head_dim, rope, dtype):
     """Groups of 4, 2 and 1 heads, Hadamard matrices of 128, 64, 32 and 16 channels."""
     shape = {"kv_heads": kv_heads, "head_dim": head_dim, "rotation": rotary(head_dim, rope), "dtype": dtype}
-    layer = filled_layer(309, uneven=True, key=KEYS, value=VALUES, **shape)
+    mixes_values = kv_heads in (1, 6)
+    shape |= {"key": KEYS, "value": VALUES | ({"rotation": "grouped_heads"} if mixes_values else {})}
+    layer = filled_layer(309, uneven=True, **shape)
     check_all(layer, kv_heads)
     defines = dict(layer.view().memo["cpu"].defines)
-    assert (defines["KG"], defines["VG"]) == (head_group(kv_heads), 1)
-    padded = filled_layer(140, batch_size=3, padding=[37, 2, 0], key=KEYS, value=VALUES, **shape)
+    assert (defines["KG"], defines["VG"]) == (head_group(kv_heads), head_group(kv_heads) if mixes_values else 1)
+    padded = filled_layer(140, batch_size=3, padding=[37, 2, 0], **shape)
     check_read(padded, 3 * kv_heads, 1, mask_of([37, 2, 0], 140))
 
 
@@ -72,17 +74,17 @@ PAIRS = {
 
 
 def layer_of(name, tokens, **more):
-    """Four heads to mix, whose keys have rows that 32 does not divide."""
-    shape = {"kv_heads": 4, "head_dim": 48, "value_dim": 64, "rotation": rotary(48), "uneven": True}
+    """Two groups of four heads; 32 does not divide the rows of their keys."""
+    shape = {"kv_heads": 8, "head_dim": 48, "value_dim": 64, "rotation": rotary(48), "uneven": True}
     key, value = PAIRS[name]
     return filled_layer(tokens, key=key, value=value, **shape, **more)
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_whatever_is_stored(name):
-    check_all(layer_of(name, 309), 4)
+    check_all(layer_of(name, 309), 8)
     padded = layer_of(name, 170, batch_size=3, padding=[37, 2, 0])
-    check_read(padded, 12, 1, mask_of([37, 2, 0], 170))
+    check_read(padded, 24, 1, mask_of([37, 2, 0], 170))
 
 
 @pytest.mark.parametrize("key", [CHANNELS, TOKENS, TOKENS | {"rotation": "hadamard_signs"}], ids=str)
@@ -94,10 +96,10 @@ def test_keys_that_no_position_turns(key):
 @pytest.mark.parametrize("name", ["per-channel", "outliers", "outliers-across", "hadamard"])
 def test_parameters_in_float32(name):
     layer = layer_of(name, 100)
-    big = 1e5 * torch.randn(2, 4, 64, 64)
+    big = 1e5 * torch.randn(2, 8, 64, 64)
     layer.update(big[..., :48], big)
     assert layer._stores[0].scale.dtype == layer._stores[1].scale.dtype == torch.float32
-    view, query = layer.view(1), 1e-5 * torch.randn(2, 12, 1, 48)
+    view, query = layer.view(1), 1e-5 * torch.randn(2, 24, 1, 48)
     assert cpu.unsupported(view) is None
     torch.testing.assert_close(
         cpu.decode_attention(query, view, None, 0.2),
@@ -110,8 +112,8 @@ def test_parameters_in_float32(name):
 def test_splits_of_mixed_heads():
     layer, before = layer_of("per-channel", 3000, batch_size=1), torch.get_num_threads()
     try:
-        torch.set_num_threads(4)
-        check_read(layer, 12, 1)
+        torch.set_num_threads(8)
+        check_read(layer, 24, 1)
         is_split = any(call.scratch for call in layer.view().memo["cpu"].calls.values())
         assert is_split or not build.parallel_region()
     finally:
