@@ -27,7 +27,7 @@ INLINE void rows_of_codes(const uint8_t *codes, const Levels<B, S> &levels, cons
   }
 }
 
-#if KB != 16 && KX
+#if KB != 16 && (KX || UNROTATE)
 // Rotate sixteen keys `[16, D]`, token `t0` of a block the first, by their offsets in it.
 INLINE void turn_keys(const Args &a, int t0, float (*keys)[D]) {
   for (int t = 0; t < 16; t++) {
@@ -41,7 +41,9 @@ INLINE void turn_keys(const Args &a, int t0, float (*keys)[D]) {
     }
   }
 }
+#endif
 
+#if KB != 16 && KX && !UNROTATE
 // Keys per token: a row of codes is a token, so that scales wait until the products of a row are summed.
 static __attribute__((noinline)) void score_codes(const Args &a, State &st, const uint8_t *k, int64_t meta0,
                                                   [[maybe_unused]] int64_t factors, [[maybe_unused]] int64_t bases,

@@ -4,6 +4,7 @@
 #include <atomic>
 #include "across.h"
 #include "outliers.h"
+#include "unrotate.h"
 
 // Whether weighted sums of values go through 8-bit dot products.
 #define DOT8 (AVX512_DOT8 && VB != 16 && (VT == 0 || VT == 4) && !VX && DV % 32 == 0)
@@ -103,7 +104,7 @@ static void exact_part(const Args &a, const Exact &e, int b, int h, int64_t row,
 
 // ---- blocks of codes -------------------------------------------------------------------------------------------------
 
-#if KB != 16 && !KX
+#if KB != 16 && !KX && !UNROTATE
 // `factors`: place of the first factor of block 0, with KF; `bases`: of its base, with KM.
 // `extra` and `promoted`: those of block 0, with KP.
 static __attribute__((noinline)) void score_codes(const Args &a, State &st, const uint8_t *k, int64_t meta0,
@@ -336,6 +337,34 @@ INLINE void expect_parameters(const Args &a, int64_t kmeta, int64_t vmeta, int64
     }
 }
 
+#if VG > 1
+// Sums in the mixed basis change their sign.
+static void negate(State &st) {
+  for (int r = 0; r < R; r++) {
+    for (int g = 0; g < NGV; g++) st.zero[r][g] = -st.zero[r][g];
+    for (int d = 0; d < DV; d += 16) store(&st.sum[1][r][d], -load(&st.sum[1][r][d]));
+  }
+}
+
+// Values of head `h` are sums of those of its group, each with a sign, times 1 / sqrt(VG), for which `finish` sees: codes
+// are added with weights that are not negative, so that it is the sum before them that takes the sign.
+static void sum_mixed(const Args &a, State &st, int b, int h, int64_t n, int tokens) {
+  const int place = h % VG;
+  for (int g = 0, sign = 0; g <= VG; g++) {
+    int next = g < VG ? __builtin_parity(place & g) : 0;
+    if (next != sign) negate(st);
+    sign = next;
+    if (g == VG) break;
+    int64_t other = h - place + g, meta = b * a.vsb + other * a.vsh;
+    const uint8_t *v = (const uint8_t *)a.vc + b * a.vcb + other * a.vch;
+    sum_codes(a, st, v, meta, VF ? b * a.vfb + other * a.vfh : 0, VM ? b * a.vbb + other * a.vbh : 0, n, tokens);
+#if VO
+    sum_outliers(a, st, b, other, v, meta, n, tokens);
+#endif
+  }
+}
+#endif
+
 static void block_part(const Args &a, int b, int h, int64_t row, int64_t n0, int64_t n1, State &st) {
   constexpr int KSIZE = KB == 16 ? size_of(KIND) : 1, VSIZE = VB == 16 ? size_of(KIND) : 1;
   const char *k = a.kc + (b * a.kcb + h * a.kch) * KSIZE, *v = a.vc + (b * a.vcb + h * a.vch) * VSIZE;
@@ -351,10 +380,14 @@ static void block_part(const Args &a, int b, int h, int64_t row, int64_t n0, int
     for (int j = 0; j < blocks; j++) {
       int64_t next = n + j + 1 < n1 ? n + j + 1 : n;
       expect_parameters(a, kmeta, vmeta, next);
+#if UNROTATE
+      score_unrotated(a, st, b, h, n + j, j * L, {k + next * D * L * KB / 8, v + next * L * DV * VB / 8});
+#else
       score_codes(a, st, (const uint8_t *)k, kmeta, kfactors, KM ? b * a.kbb + h * a.kbh : 0, extra, promoted,
                   n + j, j * L, {k + next * D * L * KB / 8, v + next * L * DV * VB / 8});
 #if KO
       score_outliers(a, st, b, h, (const uint8_t *)k, kmeta, n + j, j * L);
+#endif
 #endif
     }
 #endif
@@ -362,11 +395,13 @@ static void block_part(const Args &a, int b, int h, int64_t row, int64_t n0, int
     soften(st, blocks * L);
 #if VB == 16
     sum_exact(st, v + n * L * DV * VSIZE, DV, blocks * L);
+#elif VG > 1
+    sum_mixed(a, st, b, h, n, blocks * L);
 #else
     sum_codes(a, st, (const uint8_t *)v, vmeta, vfactors, VM ? b * a.vbb + h * a.vbh : 0, n, blocks * L);
-#endif
 #if VO
     sum_outliers(a, st, b, h, (const uint8_t *)v, vmeta, n, blocks * L);
+#endif
 #endif
   }
 }
@@ -380,11 +415,12 @@ static void begin(const Args &a, State &st, int b, int h, int64_t row, float sca
     int64_t at = b * a.qb + (h * a.group + j / a.q_len) * a.qh + j % a.q_len * a.qt;
     if (a.kind == KIND) for (int d = 0; d < D; d += 16) store(&st.q[r][d], fetch<KIND>(a.q, at + d) * scale);
     else for (int d = 0; d < D; d++) st.q[r][d] = fetch1(a.kind, a.q, at + d) * scale;
-    if (KH) {
+    if (KH && !UNROTATE) {
       memcpy(st.qb[r], st.q[r], sizeof st.q[r]);
+      if constexpr (KH == SIGNED_HADAMARD) for (int d = 0; d < D; d++) st.qb[r][d] *= a.ksigns[d];
       hadamard(st.qb[r], D);
     }
-    const float *q = KH ? st.qb[r] : st.q[r];
+    const float *q = KH && !UNROTATE ? st.qb[r] : st.q[r];
     if (KX) sums_of_groups<D, GK>(q, st.group[r]);
     memset(st.x[r], 0, sizeof st.x[r]);
     memset(st.y[r], 0, sizeof st.y[r]);
@@ -417,6 +453,8 @@ static void finish(const Args &a, int64_t b, int64_t h, int64_t j, float *sum, i
   int64_t at = ((b * a.heads * a.group + h * a.group + j / a.q_len) * a.q_len + j % a.q_len) * DV;
   if (VH) {
     hadamard(sum + step, DV);
+    if constexpr (VH == SIGNED_HADAMARD) for (int d = 0; d < DV; d++) sum[step + d] *= a.vsigns[d];
+    if constexpr (VG > 1) for (int d = 0; d < DV; d++) sum[step + d] *= 1 / std::sqrt((float)VG);
     for (int d = 0; d < DV; d++) sum[d] += sum[step + d];
   }
   float share = total > 0 ? 1 / total : 0.f;

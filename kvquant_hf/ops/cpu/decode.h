@@ -7,7 +7,8 @@
 //   R        query rows of one key/value head that share every load of its keys and values
 //   ROPE     0: keys are read as stored, 1: pairs (i, i + RW/2), 2: pairs (2i, 2i + 1)
 //   RO RW    first rotated channel and number of rotated channels
-//   KH VH    whether keys, values are stored in the Hadamard basis
+//   KH VH    basis in which keys, values are stored (enum Basis)
+//   KG VG    heads of keys, of values that are mixed with each other at equal channel, 1: none
 //   KF VF    whether blocks have a factor per element of a row: keys one per token, values one per channel of a block
 //   KP       channels of a block of keys that have two more bits
 //   KM VM    what bytes of scales of keys, values stand for (enum Coding); symmetric codes only
@@ -21,6 +22,9 @@
 #pragma once
 #include "levels.h"
 
+// Whether the rotation of keys has to be undone before they are scored; else the query is rotated like them.
+#define UNROTATE (KB != 16 && KH && (ROPE || KG > 1))
+
 constexpr int unit_of(int n) { return n % 32 == 0 ? 32 : 16; }
 // Rows of codes of a block, and codes of a row.
 constexpr int KROWS = KX ? L : D, KLEN = KX ? D : L, VROWS = VX ? DV : L, VLEN = VX ? L : DV;
@@ -29,6 +33,7 @@ constexpr int UK = unit_of(KLEN), UV = unit_of(VLEN), WK = UK / 16, WV = UV / 16
 constexpr int NB = !VF && L < 64 ? 64 / L : 1, TILE = NB * L;
 constexpr int HALF = RW / 2, PAIRS = (HALF + 15) / 16 * 16;
 constexpr int NGK = (KLEN + GK - 1) / GK, NGV = (VLEN + GV - 1) / GV;
+enum Basis { PLAIN = 0, HADAMARD = 1, SIGNED_HADAMARD = 2 };  // the last: channels had a sign each first
 enum Coding { NUMBERS = 0, OCTAVES = 1, FP8 = 2 };  // scales are numbers, or bytes relative to one of their block
 constexpr int PARTS = VH ? 2 : 1;  // sums in the plain and in the Hadamard basis
 constexpr float LOG2E = 1.44269504088896340736f;
@@ -53,7 +58,7 @@ struct Args {
   const char *mask;                // [.., .., .., T] or null
   int64_t mkind, mb, mh, mq;       // element type (3: boolean), strides of batch, query head and query row
   const float *cosa, *sina;        // [N, PAIRS] rotation of block starts
-  const float *cosb, *sinb;        // [RW/2, L] rotation of offsets; [L, PAIRS] with KX
+  const float *cosb, *sinb;        // [RW/2, L] rotation of offsets; [L, PAIRS] with KX or UNROTATE
   float *scratch;                  // [tasks, R, 2 + PARTS · DV] for splits
   int64_t batch, heads, group, q_len, blocks, first, splits;
   Exact exact[3];
@@ -68,12 +73,13 @@ struct Args {
   Sparse koutliers, voutliers;
   const char *kbase;               // what bytes of scales of keys are relative to, like `vbase`
   int64_t kbb, kbh, kbwide;
+  const float *ksigns, *vsigns;    // signs of channels, with SIGNED_HADAMARD
 };
 
 struct State {
   float peak[R];
   vf total[R], zero[VB == 16 ? 1 : R][NGV];  // zero: Σ weight · zero point of each group, one lane per token
-  alignas(64) float q[R][D], qb[KH ? R : 1][D], x[R][PAIRS + 1], y[R][PAIRS + 1];
+  alignas(64) float q[R][D], qb[KH && !UNROTATE ? R : 1][D], x[R][PAIRS + 1], y[R][PAIRS + 1];
   [[maybe_unused]] float group[KX ? R : 1][NGK];  // sums of the query over the channels of a group
   alignas(64) float sum[PARTS][R][DV];
   alignas(64) float s[R][TILE];

@@ -30,14 +30,9 @@ def obstacle(view: "KVView") -> str | None:
             return reason
     if value.is_quantized and value.granularity == "per_channel" and value.promotes:
         return "values per_channel with promoted channels"
-    for name, spec in (("keys", key), ("values", value)):
-        if spec.is_quantized and spec.rotation not in ("none", "hadamard"):
-            return f"{name} with rotation={spec.rotation!r}"
     head_dim, value_dim = view.key_shape[3], view.value_shape[3]
     if head_dim % 16 or value_dim % 16 or max(head_dim, value_dim) > _MAX_DIM:
         return f"head sizes {head_dim} and {value_dim} (multiples of 16 up to {_MAX_DIM})"
-    if key.is_quantized and key.rotation != "none" and view.rotation is not None:
-        return "a Hadamard rotation of pre-RoPE keys"
     if view.block_length % 16:
         return f"blocks of {view.block_length} tokens (multiples of 16)"
     return None

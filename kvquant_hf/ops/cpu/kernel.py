@@ -11,7 +11,17 @@ import torch
 
 from kvquant_hf.ops.cpu.build import ELEMENT_KINDS, load, parallel_region
 from kvquant_hf.ops.cpu.formats import obstacle
-from kvquant_hf.ops.cpu.tables import level_table, offset_columns, offset_tables, scale_coding, spacing, start_tables
+from kvquant_hf.ops.cpu.tables import (
+    basis,
+    level_table,
+    mixed_heads,
+    offset_columns,
+    offset_tables,
+    scale_coding,
+    sign_table,
+    spacing,
+    start_tables,
+)
 
 if TYPE_CHECKING:
     from kvquant_hf.storage import BlockStore
@@ -40,6 +50,7 @@ class _Plan:
     tables: list[int]
     factors: list[int]
     levels: tuple[torch.Tensor | None, torch.Tensor | None]
+    signs: tuple[torch.Tensor | None, torch.Tensor | None]
     outliers: list[int]
     key_bases: list[int]
     defines: tuple[tuple[str, int], ...]
@@ -140,7 +151,8 @@ def _new_call(plan: _Plan, view: "KVView", num_heads: int, q_len: int, kind: int
         + plan.factors
         + [0 if table is None else table.data_ptr() for table in plan.levels]
         + plan.outliers
-        + plan.key_bases,
+        + plan.key_bases
+        + [0 if table is None else table.data_ptr() for table in plan.signs],
     )
     function = _function((*plan.defines, ("R", chunk)))
     return _Call(function, args, args.buffer_info()[0], (), scratch)
@@ -165,7 +177,8 @@ def _plan(view: "KVView") -> _Plan:
         blocks, factors = _block_fields(view), _factor_fields(view)
         if rotation is not None:
             starts = start_tables(rotation, view.num_sinks, view.block_length, view.num_blocks)
-            offsets = offset_tables if key.granularity == "per_token" else offset_columns
+            by_token = key.granularity == "per_token" or (key.is_quantized and key.rotation != "none")
+            offsets = offset_tables if by_token else offset_columns
             tables = [table.data_ptr() for table in (*starts, *offsets(rotation, view.block_length))]
     defines = {
         "KB": key.nbits,
@@ -178,8 +191,10 @@ def _plan(view: "KVView") -> _Plan:
         "ROPE": 0 if rotation is None else 1 if rotation.pairing == "half" else 2,
         "RO": 0 if rotation is None else rotation.offset,
         "RW": 0 if rotation is None else rotation.rotary_dim,
-        "KH": int(key.is_quantized and key.rotation == "hadamard"),
-        "VH": int(value.is_quantized and value.rotation == "hadamard"),
+        "KH": basis(key),
+        "VH": basis(value),
+        "KG": mixed_heads(key, view.key_shape[1]),
+        "VG": mixed_heads(value, view.value_shape[1]),
         "KP": key.num_promoted(view.key_shape[3]) if key.is_quantized else 0,
         "KF": int(key.has_factor),
         "VF": int(value.has_factor),
@@ -194,8 +209,9 @@ def _plan(view: "KVView") -> _Plan:
         "KIND": ELEMENT_KINDS[view.key_dtype],
     }
     levels = level_table(key), level_table(value)
+    signs = sign_table(key, view.key_shape[3]), sign_table(value, view.value_shape[3])
     others = _outlier_fields(view), _base_fields(view.key_store)
-    plan = _Plan(blocks, tables, factors, levels, *others, tuple(defines.items()), {})
+    plan = _Plan(blocks, tables, factors, levels, signs, *others, tuple(defines.items()), {})
     view.memo["cpu"] = plan
     return plan
 

@@ -67,7 +67,7 @@ template <int COUNT> struct Differences {
 };
 #endif
 
-#if KO
+#if KO && !UNROTATE
 // The outliers of block `n` join its scores: a key that is off by x in channel c of the token at offset t adds the
 // product of x with the query turned back by that offset, at c.
 static __attribute__((noinline)) void score_outliers(const Args &a, State &st, int b, int h, const uint8_t *k,

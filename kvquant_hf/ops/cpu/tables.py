@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvquant_hf.quantizers.levels import levels_of
+from kvquant_hf.rotation import head_group, signs
 
 if TYPE_CHECKING:
     from kvquant_hf.rope import KeyRotation
@@ -23,6 +24,8 @@ _EVEN, _TABLE, _SIGNED = 0, 1, 4
 _FORMATS = {"e4m3": 2, "e5m2": 3}
 # `enum Coding` in decode.h, by the levels that the scales belong to.
 _NUMBERS, _CODINGS = 0, {"uniform": 1, "e2m1": 2}
+# `enum Basis` in decode.h; mixed heads are told apart by their number.
+_BASES = {"none": 0, "hadamard": 1, "hadamard_signs": 2, "grouped_heads": 1}
 
 
 def spacing(spec: "QuantSpec") -> int:
@@ -35,6 +38,22 @@ def spacing(spec: "QuantSpec") -> int:
 def scale_coding(spec: "QuantSpec") -> int:
     """What scales are: numbers, or bytes of one of two kinds."""
     return _CODINGS[spec.levels_name] if spec.has_second_level else _NUMBERS
+
+
+def basis(spec: "QuantSpec") -> int:
+    """In which basis the channels of a head are stored."""
+    return _BASES[spec.rotation] if spec.is_quantized else _BASES["none"]
+
+
+def mixed_heads(spec: "QuantSpec", num_heads: int) -> int:
+    """How many of so many heads are mixed with each other, 1 for none."""
+    return head_group(num_heads) if spec.is_quantized and spec.rotation == "grouped_heads" else 1
+
+
+def sign_table(spec: "QuantSpec", head_dim: int) -> torch.Tensor | None:
+    """Signs of channels before they were mixed, `[head_dim]`, float32, or `None`; kept for ever."""
+    is_signed = spec.is_quantized and spec.rotation == "hadamard_signs"
+    return signs(head_dim, torch.device("cpu")) if is_signed else None
 
 
 def level_table(spec: "QuantSpec") -> torch.Tensor | None:
