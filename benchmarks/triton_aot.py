@@ -297,11 +297,12 @@ def planar_examples(
         states = torch.zeros(2, 8, 1024, 128, dtype=torch.bfloat16)
         layer.update(states, states)
         yield f"{name} d128", (torch.zeros(2, 32, 1, 128, dtype=torch.bfloat16), layer), None
-    per_token, per_channel = {"granularity": "per_token"}, {"granularity": "per_channel"}
+    per_token: dict[str, Any] = {"granularity": "per_token"}
+    per_channel: dict[str, Any] = {"granularity": "per_channel"}
     yield "padded, partial RoPE", example(80, (3, 8), 1, rope(80, 32), torch.float16, [100, 0], **per_token), boolean
     table = {"levels": "gaussian", "symmetric": True}
     yield "promoted, tables", example(96, (2, 3), 16, rope(96, 96), promoted=0.25, values=table), additive
-    turned = {"outliers": 0.01, "rotation": "hadamard_signs", **per_channel}
+    turned: dict[str, Any] = {"outliers": 0.01, "rotation": "hadamard_signs", **per_channel}
     yield "outliers in a basis", example(64, (2, 4), 4, None, torch.float32, values=turned, outliers=0.02), None
     hybrid = {"method": "innerq", **per_channel}
     yield "hybrid", example(64, (3, 4), 4, rope(64, 24, 8, "interleaved"), method="innerq", values=hybrid), None
