@@ -82,9 +82,9 @@ def test_thirty_layers_are_solved_soon():
     generator = np.random.default_rng(0)
     costs = [generator.random(32) for _ in range(30)]
     loads = [generator.integers(20, 200, size=(32, 1)).astype(float) for _ in range(30)]
-    start = time.perf_counter()
+    start = time.process_time()  # not of the clock: other processes may have the processor
     picks = choose(costs, loads, np.array([30 * 80.0]))
-    assert time.perf_counter() - start < 20  # usually a tenth of a second
+    assert time.process_time() - start < 20  # usually a tenth of a second
     assert sum(part[pick, 0] for part, pick in zip(loads, picks, strict=True)) <= 30 * 80
 
 
