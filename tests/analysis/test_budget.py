@@ -358,11 +358,14 @@ def test_default_candidates_are_those_of_the_presets():
 
 def test_shipped_candidates_can_be_loaded():
     paths = sorted((ROOT / "configs" / "candidates").glob("*.yaml"))
-    assert [path.stem for path in paths] == ["plain"]
+    assert [path.stem for path in paths] == ["plain", "two_three_bits"]
     candidates = load_candidates(paths[0])
     assert list(candidates.key) == [f"k{n}g{g}" for n in (2, 3, 4, 8) for g in (32, 64)]
     assert not any(spec.promoted for spec in candidates.key.values())
     assert {spec.group_size for spec in candidates.value.values()} == {32}
+    few, default = load_candidates(paths[1]), default_candidates()
+    for side, names in (("key", ("k2", "k2p25", "k2p50", "k3p25")), ("value", ("v2", "v3"))):
+        assert dict(few.of(side)) == {name: default.of(side)[name] for name in names}
 
 
 def test_candidates_of_a_file(tmp_path):

@@ -472,7 +472,7 @@ def test_other_backends_leave_it_to_torch(monkeypatch, parameter, side):
         layer = QuantLayer(KVQuantConfig(backend=backend).replace(**{side: settings_of(parameter)}))
         layer.update(states, states)
         view = layer.view()
-        assert triton.unsupported(view) == f"{reason} (`shared_groups`)"
+        assert triton.unsupported(view) == f"{side}s with {reason} (`shared_groups`)"
         if backend == "auto":
             with pytest.warns(UserWarning, match=f"The CPU kernel does not read {reason}") as told:
                 out = decode_attention(query, view)

@@ -97,7 +97,7 @@ def test_values_with_scales_of_a_byte_leave_the_layout_and_come_back_unchanged()
     store = filled_layer(150, backend="triton", **BYTES)._block_stores()[1]
     words, numbers, layout = store.codes, store.read(0, store.num_blocks), store.own_layout
     state = store.state()
-    store._leave_own_layout()
+    store.leave_own_layout()
     assert store.metadata is None and store.scale.dtype == torch.uint8
     assert torch.equal(store.read(0, store.num_blocks), numbers)
     store.own_layout = layout
