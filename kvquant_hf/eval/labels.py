@@ -8,6 +8,8 @@ from matplotlib.axes import Axes
 _FONT_SIZE = 7.0
 # A box around a name, in points: width of a letter and height of a line, as shares of the font size.
 _LETTER, _LINE = 0.58, 1.25
+# Letters of a name beyond which each of its settings has a line of its own.
+_LONG = 32
 # Distances from the point at which a name may stand, in points, nearest first; those far away get a line to the point.
 _STEPS = (0.0, 9.0, -9.0, 18.0, -18.0, 27.0, -27.0, 38.0, -38.0, 50.0, -50.0)
 _GAP, _RADIUS, _FAR = 5.0, 3.0, 12.0
@@ -35,7 +37,8 @@ def place_labels(ax: Axes, points: Sequence[tuple[str, float, float]]) -> None:
     limits = (frame.x0 * to_points, frame.x1 * to_points)
     taken: list[_Box] = [(x - _RADIUS, y - _RADIUS, x + _RADIUS, y + _RADIUS) for x, y in centers]
     for (name, x, y), (left, level) in zip(points, centers, strict=True):
-        width, height = _LETTER * _FONT_SIZE * len(name), _LINE * _FONT_SIZE
+        lines = name.replace(",", ",\n").split("\n") if len(name) > _LONG else [name]
+        width, height = _LETTER * _FONT_SIZE * max(map(len, lines)), _LINE * _FONT_SIZE * len(lines)
         places = [
             (left + _GAP if right else left - _GAP - width, level + step - height / 2)
             for step, right in product(_STEPS, (True, False))
@@ -47,7 +50,7 @@ def place_labels(ax: Axes, points: Sequence[tuple[str, float, float]]) -> None:
         offset = (box[0] - left, (box[1] + box[3]) / 2 - level)
         far = abs(offset[1]) > _FAR
         ax.annotate(
-            name,
+            "\n".join(lines),
             (x, y),
             textcoords="offset points",
             xytext=offset,

@@ -24,6 +24,7 @@ _STYLE: Any = {
 }
 _PANEL, _LARGE_PANEL = (4.6, 3.4), (7.0, 5.0)
 _CROWD = 8  # points of a panel from which on it is a large one
+_LINES, _LINE_HEIGHT = 5, 0.18  # names that a legend holds within its panel, and inches of one below it
 _DECADES = 30  # largest over smallest value beyond which `dots` turns to a logarithmic scale
 
 
@@ -167,15 +168,20 @@ def curves(
         ylabel: What the values are.
         log: Logarithmic values.
     """
+    most = max(map(len, panels.values()), default=0)
+    below = most > _LINES
+    size = (_LARGE_PANEL[0], _PANEL[1] + _LINE_HEIGHT * (most + 3)) if below else _PANEL
     with matplotlib.rc_context(_STYLE):
-        figure, axes = _panels(len(panels))
+        figure, axes = _panels(len(panels), columns=2 if below else 3, size=size)
         for ax, (title, lines) in zip(axes, panels.items(), strict=True):
             for name, values in lines.items():
-                ax.plot(xs, values, marker=".", linewidth=1, label=name)
+                ax.plot(xs, values, marker=".", linewidth=1, label=_short(name))
             ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
             if log and any(value > 0 for values in lines.values() for value in values):
                 ax.set_yscale("log")
-            if lines:
+            if lines and below:
+                ax.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.15), frameon=False)
+            elif lines:
                 ax.legend(fontsize=7)
     return figure
 

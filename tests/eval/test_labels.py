@@ -7,7 +7,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Annotation, Text
 
-from kvquant_hf.eval.plots import Point, quality_against_size
+from kvquant_hf.eval.plots import Point, curves, quality_against_size
 
 
 def names_and_boxes(figure):
@@ -44,3 +44,24 @@ def test_a_reference_has_no_name_beside_it():
     points = [Point("dense", 16.0, 0.9, is_reference=True), Point("k4v4", 4.5, 0.8)]
     _, labels, _ = names_and_boxes(quality_against_size({"model": points}, "score"))
     assert set(labels) == {"k4v4"}
+
+
+def test_a_long_name_has_a_line_for_each_setting():
+    names = ["turboquant3,key.method=turboquant_prod,value.method=turboquant_prod", "k2v2,key.promoted=0.5"]
+    points = [Point(name, 3.0 + i, 0.1 + i) for i, name in enumerate(names)]
+    _, labels, _ = names_and_boxes(quality_against_size({"model": points}, "loss"))
+    assert set(labels) == {names[0].replace(",", ",\n"), names[1]}
+
+
+@pytest.mark.parametrize("count", [3, 5, 6, 24])
+def test_many_names_of_curves_stand_below_the_panel_and_cover_no_line(count):
+    lines = {f"configs/cache-{i}.yaml,key.group_size={i}": [1.0 + i, 2.0 + i, 3.0] for i in range(count)}
+    figure = curves({"model": lines}, [1, 2, 3], "position", "loss", log=True)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    axes = figure.axes[0]
+    legend = axes.get_legend()
+    assert [text.get_text() for text in legend.get_texts()][:1] == ["configs/cache-0,key.group_size=0"]
+    frame, box = axes.get_window_extent(), legend.get_window_extent(canvas.get_renderer())
+    assert (box.y1 < frame.y0) == (count > 5)
+    assert frame.height > 100 and box.y0 >= 0
