@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from kvquant_hf.ops.triton.blocks_kernel import place_of_column
-from kvquant_hf.ops.triton.segments_kernel import exact_tokens, packed_segment, store_partial
+from kvquant_hf.ops.triton.exact_kernel import exact_tokens, store_partial
+from kvquant_hf.ops.triton.segments_kernel import packed_segment
 
 
 @triton.jit(

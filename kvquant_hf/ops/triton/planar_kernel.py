@@ -12,51 +12,8 @@ import triton
 import triton.language as tl
 
 from kvquant_hf.ops.triton.blocks_kernel import channel_of_place
-from kvquant_hf.ops.triton.planar_codes_kernel import decoded
-from kvquant_hf.ops.triton.promoted_kernel import place_of_channel
-from kvquant_hf.ops.triton.segments_kernel import FLOOR, exact_tokens, masked_scores, softmax_step, store_partial
-
-
-@triton.jit
-def hadamard_sign(row, column):
-    """Sign of an entry of a Hadamard matrix of up to four rows."""
-    both = row & column
-    return 1.0 - 2.0 * ((both ^ (both >> 1)) & 1).to(tl.float32)
-
-
-@triton.jit
-def outlier_entries(
-    places, exact, block, first, COUNT: tl.constexpr, BO: tl.constexpr, ALONG: tl.constexpr, ROW: tl.constexpr
-):
-    """`BO` outliers of a block from `first` on: whether there are so many, tokens, channels and exact numbers.
-
-    `ROW` is the length of a row, which belongs to a channel if `ALONG`.
-    """
-    index = first + tl.arange(0, BO)
-    there = index < COUNT
-    place = tl.load(places + block * COUNT + index, mask=there, other=0).to(tl.int32)
-    if places.dtype.element_ty == tl.int16:
-        place = place & 0xFFFF
-    number = tl.load(exact + block * COUNT + index, mask=there, other=0.0).to(tl.float32)
-    token = place % ROW if ALONG else place // ROW
-    channel = place // ROW if ALONG else place % ROW
-    return there, token, channel, number
-
-
-@triton.jit
-def angles_of(table, row, angle, live, ROTARY: tl.constexpr):
-    """Cosines and sines, 1 and 0 where not `live`."""
-    entry = table + row * ROTARY + angle
-    cosine = tl.load(entry, mask=live, other=1.0)
-    return cosine, tl.load(entry + ROTARY // 2, mask=live, other=0.0)
-
-
-@triton.jit
-def turned(first, second, start_cosine, start_sine, cosine, sine):
-    """Pairs rotated by the sum of two angles."""
-    total_cosine = start_cosine * cosine - start_sine * sine
-    total_sine = start_sine * cosine + start_cosine * sine
-    return first * total_cosine - second * total_sine, second * total_cosine + first * total_sine
+from kvquant_hf.ops.triton.exact_kernel import FLOOR, exact_tokens, masked_scores, softmax_step, store_partial
+from kvquant_hf.ops.triton.planar_tiles_kernel import angles_of, mixed, outlier_offsets, outlier_queries, turned
 
 
 @triton.jit(
@@ -278,7 +235,7 @@ def planar_split_kernel(
             token = first + tl.arange(0, BN)
             inside = token < L
             if KEY_BITS < 16:
-                k = decoded(
+                k = mixed(
                     key_codes,
                     key_scale,
                     key_zero_point,
@@ -288,7 +245,10 @@ def planar_split_kernel(
                     key_factor,
                     key_extra,
                     key_promoted,
-                    (b * num_heads + h // KEY_HEADS * KEY_HEADS) * key_capacity + block,
+                    b * num_heads,
+                    head,
+                    key_capacity,
+                    block,
                     token[:, None],
                     stored_channel[None, :],
                     inside[:, None] & stored_real[None, :],
@@ -302,34 +262,8 @@ def planar_split_kernel(
                     KEY_ZERO_POINT,
                     KEY_FACTOR,
                     KEY_PROMOTED,
+                    KEY_HEADS,
                 )
-                for other in tl.static_range(1, KEY_HEADS):
-                    mixed_head = h // KEY_HEADS * KEY_HEADS + other
-                    k += hadamard_sign(head % KEY_HEADS, other) * decoded(
-                        key_codes,
-                        key_scale,
-                        key_zero_point,
-                        key_levels,
-                        key_scale_levels,
-                        key_base,
-                        key_factor,
-                        key_extra,
-                        key_promoted,
-                        (b * num_heads + mixed_head) * key_capacity + block,
-                        token[:, None],
-                        stored_channel[None, :],
-                        inside[:, None] & stored_real[None, :],
-                        D,
-                        L,
-                        KEY_BITS,
-                        KEY_GROUP,
-                        KEY_ALONG,
-                        KEY_KIND,
-                        KEY_MIDDLE,
-                        KEY_ZERO_POINT,
-                        KEY_FACTOR,
-                        KEY_PROMOTED,
-                    )
                 if BASIS:
                     k = tl.dot(k, basis, input_precision=PRECISION)
                 k, k2 = tl.split(tl.permute(tl.reshape(k, [BN, 2, DH]), [0, 2, 1]))
@@ -344,18 +278,7 @@ def planar_split_kernel(
                 if KEY_OUTLIERS:
                     key_block = (b * num_heads + h) * key_capacity + block
                     for start in tl.range(0, KEY_OUTLIERS, BO, num_stages=1):
-                        there, at, of, exact = outlier_entries(
-                            key_outlier_index,
-                            key_outlier_value,
-                            key_block,
-                            start,
-                            KEY_OUTLIERS,
-                            BO,
-                            KEY_ALONG,
-                            L if KEY_ALONG else D,
-                        )
-                        there = there & (at >= first) & (at < first + BN)
-                        off = exact - decoded(
+                        there, at, of, off = outlier_offsets(
                             key_codes,
                             key_scale,
                             key_zero_point,
@@ -365,10 +288,11 @@ def planar_split_kernel(
                             key_factor,
                             key_extra,
                             key_promoted,
+                            key_outlier_index,
+                            key_outlier_value,
                             key_block,
-                            at,
-                            of,
-                            there,
+                            start,
+                            first,
                             D,
                             L,
                             KEY_BITS,
@@ -379,32 +303,27 @@ def planar_split_kernel(
                             KEY_ZERO_POINT,
                             KEY_FACTOR,
                             KEY_PROMOTED,
+                            KEY_OUTLIERS,
+                            BO,
+                            BN,
                         )
-                        off = tl.where(there, off, 0.0)
-                        pulls = there[:, None] & row_live[None, :]
-                        pull = tl.load(query_rows[None, :] + of[:, None], mask=pulls, other=0.0).to(tl.float32) * scale
-                        if ROTARY:
-                            _, angle, half, rotated = place_of_channel(of, D, ROTARY, OFFSET, INTERLEAVED)
-                            rotated = rotated & there
-                            sign = 1 - 2 * half
-                            step = 1 if INTERLEAVED else ROTARY // 2
-                            across = tl.load(
-                                query_rows[None, :] + (of + step * sign)[:, None],
-                                mask=pulls & rotated[:, None],
-                                other=0.0,
-                            ).to(tl.float32)
-                            across = across * (sign.to(tl.float32) * scale)[:, None]
-                            there_cosine, there_sine = angles_of(start_angles, block, angle, rotated, ROTARY)
-                            at_cosine, at_sine = angles_of(offset_angles, at, angle, rotated, ROTARY)
-                            pull_cosine = there_cosine * at_cosine - there_sine * at_sine
-                            pull_sine = there_sine * at_cosine + there_cosine * at_sine
-                            pull = pull * pull_cosine[:, None] + across * pull_sine[:, None]
+                        pull = outlier_queries(
+                            query_rows,
+                            row_live,
+                            start_angles,
+                            offset_angles,
+                            block,
+                            there,
+                            at,
+                            of,
+                            D,
+                            ROTARY,
+                            OFFSET,
+                            INTERLEAVED,
+                        )
+                        pull = pull * (off * scale)[:, None]
                         same = (token[:, None] == at[None, :]) & there[None, :]
-                        scores = tl.dot(
-                            same.to(tl.float32), pull * off[:, None], acc=scores, input_precision=PRECISION
-                        )
-                if KEY_HEADS > 1:
-                    scores = scores * KEY_HEADS**-0.5
+                        scores = tl.dot(same.to(tl.float32), pull, acc=scores, input_precision=PRECISION)
             else:
                 key_rows = key_codes + (((b * num_heads + h) * key_capacity + block) * L + token[:, None]) * D
                 k = tl.load(
@@ -421,7 +340,7 @@ def planar_split_kernel(
             weights, peak, total, decay = softmax_step(scores, peak, total)
             acc = acc * decay[None, :]
             if VALUE_BITS < 16:
-                v = decoded(
+                v = mixed(
                     value_codes,
                     value_scale,
                     value_zero_point,
@@ -431,7 +350,10 @@ def planar_split_kernel(
                     value_factor,
                     value_extra,
                     value_promoted,
-                    (b * num_heads + h // VALUE_HEADS * VALUE_HEADS) * value_capacity + block,
+                    b * num_heads,
+                    head,
+                    value_capacity,
+                    block,
                     token[:, None],
                     value_channel[None, :],
                     inside[:, None] & (value_channel < DV)[None, :],
@@ -445,52 +367,13 @@ def planar_split_kernel(
                     VALUE_ZERO_POINT,
                     VALUE_FACTOR,
                     VALUE_PROMOTED,
+                    VALUE_HEADS,
                 )
-                for other in tl.static_range(1, VALUE_HEADS):
-                    mixed_head = h // VALUE_HEADS * VALUE_HEADS + other
-                    v += hadamard_sign(head % VALUE_HEADS, other) * decoded(
-                        value_codes,
-                        value_scale,
-                        value_zero_point,
-                        value_levels,
-                        value_scale_levels,
-                        value_base,
-                        value_factor,
-                        value_extra,
-                        value_promoted,
-                        (b * num_heads + mixed_head) * value_capacity + block,
-                        token[:, None],
-                        value_channel[None, :],
-                        inside[:, None] & (value_channel < DV)[None, :],
-                        DV,
-                        L,
-                        VALUE_BITS,
-                        VALUE_GROUP,
-                        VALUE_ALONG,
-                        VALUE_KIND,
-                        VALUE_MIDDLE,
-                        VALUE_ZERO_POINT,
-                        VALUE_FACTOR,
-                        VALUE_PROMOTED,
-                    )
-                if VALUE_HEADS > 1:
-                    v = v * VALUE_HEADS**-0.5
                 acc = tl.dot(tl.trans(v), weights, acc=acc, input_precision=PRECISION)
                 if VALUE_OUTLIERS:
                     value_block = (b * num_heads + h) * value_capacity + block
                     for start in tl.range(0, VALUE_OUTLIERS, BO, num_stages=1):
-                        there, at, of, exact = outlier_entries(
-                            value_outlier_index,
-                            value_outlier_value,
-                            value_block,
-                            start,
-                            VALUE_OUTLIERS,
-                            BO,
-                            VALUE_ALONG,
-                            L if VALUE_ALONG else DV,
-                        )
-                        there = there & (at >= first) & (at < first + BN)
-                        off = exact - decoded(
+                        there, at, of, off = outlier_offsets(
                             value_codes,
                             value_scale,
                             value_zero_point,
@@ -500,10 +383,11 @@ def planar_split_kernel(
                             value_factor,
                             value_extra,
                             value_promoted,
+                            value_outlier_index,
+                            value_outlier_value,
                             value_block,
-                            at,
-                            of,
-                            there,
+                            start,
+                            first,
                             DV,
                             L,
                             VALUE_BITS,
@@ -514,8 +398,10 @@ def planar_split_kernel(
                             VALUE_ZERO_POINT,
                             VALUE_FACTOR,
                             VALUE_PROMOTED,
+                            VALUE_OUTLIERS,
+                            BO,
+                            BN,
                         )
-                        off = tl.where(there, off, 0.0)
                         of_token = (at[:, None] == token[None, :]) & there[:, None]
                         part = tl.dot(of_token.to(tl.float32), weights, input_precision=PRECISION)
                         of_channel = (value_channel[:, None] == of[None, :]) & there[None, :]
