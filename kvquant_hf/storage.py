@@ -158,6 +158,7 @@ class BlockStore:
         """Pack what is stored the common way, for good; reading it gives the same values."""
         if self.own_layout is None:
             return
+        self.memo.clear()
         groups = self._groups(0, self.num_blocks) if self.num_blocks else None
         self._left, self.own_layout = self.own_layout, None
         self._set(None if groups is None else self._planar(groups))

@@ -36,7 +36,15 @@ def unsupported(view: "KVView") -> str | None:
 
 
 def not_in_words(view: "KVView") -> str | None:
-    """Why the kernel that reads words cannot read a view, or `None` if it can."""
+    """Why the kernel that reads words cannot read a view, or `None` if it can; found once for the blocks that are."""
+    memo = view.memo
+    if "words" not in memo:
+        memo["words"] = _obstacle(view)
+    found: str | None = memo["words"]
+    return found
+
+
+def _obstacle(view: "KVView") -> str | None:
     key, value = view.key_store, view.value_store
     if torch.float64 in (view.key_dtype, view.value_dtype):
         return "float64"
