@@ -160,6 +160,14 @@ def forward(
     return model(ids, use_cache=cache is not None, **kwargs).logits.float()
 
 
+@torch.no_grad()
+def fed(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, cut: int) -> torch.Tensor:
+    """Logits `[B, V]` after the last of `ids`, which are fed `cut` tokens at a time."""
+    for piece in ids.split(cut, dim=1):
+        logits = model(input_ids=piece, use_cache=True, **{CACHE_KW: cache}).logits
+    return logits[:, -1]
+
+
 def roll(
     model: PreTrainedModel,
     cache: Cache,

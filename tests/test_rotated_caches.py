@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import CACHE_KW, assert_reported_bytes
+from harness import assert_reported_bytes, fed
 from tiny_models import tiny_model
 from torch.nn import functional as F
 
@@ -118,13 +118,6 @@ def test_contents_do_not_depend_on_the_cuts(rotation, granularity, padding):
 @pytest.fixture(scope="module")
 def model():
     return tiny_model("llama")
-
-
-@torch.no_grad()
-def fed(model, cache, ids, cut):
-    for piece in ids.split(cut, dim=1):
-        logits = model(input_ids=piece, use_cache=True, **{CACHE_KW: cache}).logits
-    return logits[:, -1]
 
 
 @pytest.mark.parametrize("rotation", NEW)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from harness import CACHE_KW, assert_reported_bytes
+from harness import assert_reported_bytes, fed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_model
@@ -362,13 +362,6 @@ def test_a_block_depends_neither_on_its_neighbours_nor_on_its_place_in_memory(sp
         parts = [getattr(round_trip(rows[:, :, i : i + 1], spec)[1], name) for i in range(3)]
         assert torch.equal(getattr(whole, name), torch.cat(parts, 2))
         assert torch.equal(getattr(whole, name), getattr(other, name))
-
-
-@torch.no_grad()
-def fed(model, cache, ids, cut):
-    for piece in ids.split(cut, dim=1):
-        logits = model(input_ids=piece, use_cache=True, **{CACHE_KW: cache}).logits
-    return logits[:, -1]
 
 
 @pytest.mark.parametrize("name", CACHES)

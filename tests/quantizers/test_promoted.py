@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from harness import CACHE_KW, assert_reported_bytes
+from harness import assert_reported_bytes, fed
 from tiny_models import tiny_model
 
 from kvquant_hf import KVQuantConfig, QuantCache, QuantSpec
@@ -155,13 +155,6 @@ def test_codes_of_8_bits_have_none_promoted():
 
 
 # ---- in a cache --------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def fed(model, cache, ids, cut):
-    for piece in ids.split(cut, dim=1):
-        logits = model(input_ids=piece, use_cache=True, **{CACHE_KW: cache}).logits
-    return logits[:, -1]
 
 
 @pytest.fixture(scope="module")

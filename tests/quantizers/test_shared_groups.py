@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import CACHE_KW, assert_reported_bytes
+from harness import assert_reported_bytes, fed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_model
@@ -429,13 +429,6 @@ QUANT = {
     "value": settings_of("zero_point", nbits=3, granularity="per_channel"),
     "residual_length": 16,
 }
-
-
-@torch.no_grad()
-def fed(model, cache, ids, cut):
-    for piece in ids.split(cut, dim=1):
-        logits = model(input_ids=piece, use_cache=True, **{CACHE_KW: cache}).logits
-    return logits[:, -1]
 
 
 def test_caches_hold_what_they_report_and_come_back_from_files(tmp_path):
