@@ -40,6 +40,7 @@ from kvquant_hf.ops.triton import planar
 from kvquant_hf.ops.triton import quantize as quantizing
 from kvquant_hf.ops.triton.tuning import Launch, launch_parameters
 from kvquant_hf.rope import KeyRotation
+from kvquant_hf.view import KVView
 
 # Shared memory that one program may have, bytes.
 SHARED_LIMIT = {"80": 163 << 10, "90": 227 << 10, "100": 227 << 10, "gfx942": 64 << 10}
@@ -262,13 +263,14 @@ def variants() -> Iterator[tuple[str, str, Any, dict[str, Any], Launch]]:
                 arguments["ASM"] = arch.isdigit()
                 yield arch, f"decode {name}", decode_split_kernel, arguments, launch
         if view.value_store.spec.rotation == "hadamard" or mask is additive:
-            output = torch.empty(query.shape, dtype=query.dtype)
-            found = launching.combine_arguments(arguments["partial"], arguments["partial_lse"], output, view)
-            yield "90", f"combine {name}", combine_kernel, found, launch
+            yield "90", f"combine {name}", combine_kernel, combining(query, view, arguments), launch
     for name, (query, layer), mask in planar_examples(boolean, additive):
-        _, arguments = planar.split_arguments(query, layer.view(), mask, 0.1)
+        view, launch = layer.view(), Launch(0, 0, 4, 1)
+        _, arguments = planar.split_arguments(query, view, mask, 0.1)
         for arch in ("80", "90", "gfx942") if name.startswith(("kvquant2", "rotatekv2")) else ("80", "90"):
-            yield arch, f"planar {name}", planar_split_kernel, arguments, Launch(0, 0, 4, 1)
+            yield arch, f"planar {name}", planar_split_kernel, arguments, launch
+        if view.value_store.spec.rotation == "hadamard_signs" or view.value_store.spec.channel_order:
+            yield "90", f"combine {name}", combine_kernel, combining(query, view, arguments), launch
     states = torch.zeros(2, 8, 1024, 128, dtype=torch.bfloat16)
     for bits, symmetric, value_rotation in ((4, False, "hadamard"), (3, True, "none"), (2, False, "none")):
         _, layer = example(128, (bits, bits), 1, rope(128, 128), symmetric=symmetric)
@@ -278,6 +280,12 @@ def variants() -> Iterator[tuple[str, str, Any, dict[str, Any], Launch]]:
             _, arguments = quantizing.quantize_arguments(store, states, 4, rotation)
             launch = Launch(0, 0, 4, 1)
             yield "90", f"quantize {store.spec}", quantizing._kernel(store), arguments, launch
+
+
+def combining(query: torch.Tensor, view: KVView, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `combine_kernel` after a decode kernel that had these."""
+    output = torch.empty(query.shape, dtype=query.dtype)
+    return launching.combine_arguments(arguments["partial"], arguments["partial_lse"], output, view)
 
 
 def planar_examples(
@@ -304,6 +312,8 @@ def planar_examples(
     yield "promoted, tables", example(96, (2, 3), 16, rope(96, 96), promoted=0.25, values=table), additive
     turned: dict[str, Any] = {"outliers": 0.01, "rotation": "hadamard_signs", **per_channel}
     yield "outliers in a basis", example(64, (2, 4), 4, None, torch.float32, values=turned, outliers=0.02), None
+    ordered: dict[str, Any] = {"rotation": "hadamard", "channel_order": list(range(63, -1, -1)), **per_token}
+    yield "ordered", example(64, (2, 4), 4, rope(64, 64), **ordered), None
     hybrid = {"method": "innerq", **per_channel}
     yield "hybrid", example(64, (3, 4), 4, rope(64, 24, 8, "interleaved"), method="innerq", values=hybrid), None
     yield "d256 k8v2 per token", example(256, (8, 2), 4, rope(256, 256), **per_token), None

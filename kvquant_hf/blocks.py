@@ -45,7 +45,7 @@ def split_blocks(states: torch.Tensor, length: int, slot: int, rotation: KeyRota
 
 def rows_of(blocks: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     """What a quantizer gets of blocks `[B, H, n, L, D]`: rotated, and `[B, H, n, D, L]` for codes per channel."""
-    blocks = rotate_bounded(blocks, spec.rotation)
+    blocks = rotate_bounded(blocks, spec.rotation, spec.channel_order)
     return blocks.transpose(-1, -2) if spec.granularity == "per_channel" else blocks
 
 

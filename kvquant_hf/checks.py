@@ -54,6 +54,21 @@ def check_ascending(name: str, values: Sequence[object], most: float) -> tuple[f
     return tuple(found)
 
 
+def check_permutation(name: str, values: object) -> tuple[int, ...]:
+    """The numbers from 0 to `len(values) - 1` in any order, or nothing.
+
+    Returns:
+        The same as a tuple.
+
+    Raises:
+        ValueError: They are something else.
+    """
+    found = tuple(values) if isinstance(values, (list, tuple)) else None
+    if found is None or any(type(value) is not int for value in found) or sorted(found) != list(range(len(found))):
+        raise ValueError(f"`{name}` must be the numbers from 0 to n - 1 in any order, or empty, got {values!r}.")
+    return found
+
+
 def _single(value: float) -> float:
     """A number rounded to float32."""
     return float(struct.unpack("f", struct.pack("f", value))[0])

@@ -86,7 +86,7 @@ def storage_of_keys(
     if padding is not None:
         blocks = without_padding(blocks, slot, padding, slot)
     blocks = blocks[:, :, 0]
-    found = imbalance(rotate_bounded(blocks, config.key.rotation))
+    found = imbalance(rotate_bounded(blocks, config.key.rotation, config.key.channel_order))
     if padding is not None:
         found = torch.where((padding < length)[:, None], found, 0.0)
     return guarded(config.key) if bool((found > config.outlier_guard).any()) else config.key

@@ -64,7 +64,7 @@ class QueryMoments:
                 )
         self._moments = {layer_idx: moments[layer_idx].float().cpu() for layer_idx in sorted(moments)}
         self.num_tokens = num_tokens
-        self._feedback: dict[tuple[int, str], torch.Tensor] = {}
+        self._feedback: dict[tuple[int, str, tuple[int, ...]], torch.Tensor] = {}
 
     def __repr__(self) -> str:
         heads, head_dim = next(iter(self._moments.values())).shape[:2]
@@ -197,10 +197,11 @@ class QueryMoments:
             )
         if layer_idx not in self._moments:
             raise ValueError(f"`query_moments` has the layers {list(self.layers)}, not {layer_idx}.")
-        key = (layer_idx, spec.rotation)
+        basis = spec.rotation, spec.channel_order
+        key = (layer_idx, *basis)
         if key not in self._feedback:
             moment = self._moments[layer_idx].double()
-            moment = rotate(rotate(moment, spec.rotation).transpose(-1, -2), spec.rotation)
+            moment = rotate(rotate(moment, *basis).transpose(-1, -2), *basis)
             self._feedback[key] = _feedback(moment).float()
         return self._feedback[key]
 

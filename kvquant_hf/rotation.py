@@ -36,6 +36,19 @@ def check_head_dim(rotation: str, head_dim: int) -> None:
         raise ValueError(f"`rotation={rotation!r}` needs an even head size, got {head_dim}.")
 
 
+def check_channel_order(channel_order: tuple[int, ...], head_dim: int) -> None:
+    """Raise if an order of channels is not one of heads of this size.
+
+    Raises:
+        ValueError: It has another number of channels.
+    """
+    if channel_order and len(channel_order) != head_dim:
+        raise ValueError(
+            f"`channel_order` must list the {head_dim} channels of a head, got {len(channel_order)}: it was made for "
+            "another model."
+        )
+
+
 def check_head_groups(rotation: str, num_heads: int, whole: int | None) -> None:
     """Raise if a rotation would mix heads that different processes hold.
 
@@ -93,10 +106,6 @@ def hadamard_of_heads(states: torch.Tensor) -> torch.Tensor:
     IJCAI 2025, arXiv 2501.16383, "Pre-RoPE Grouped-Head Rotation"). It shares the error of a wide channel out among
     heads and lowers the sum of errors no further than a rotation within heads does.
 
-    RotateKV also orders channels, by calibration, so that each block of the transform gets some wide ones. This is
-    left out: an order found in a layer's first block made no clear difference, and blocks would no longer depend on
-    their own tokens alone.
-
     Args:
         states: `[B, H, ..., D]`, float; heads are mixed in groups of `head_group(H)`, one head not at all.
     """
@@ -128,24 +137,39 @@ def hashed(number: int) -> int:
     return number ^ number >> 16
 
 
-def rotate(states: torch.Tensor, rotation: str) -> torch.Tensor:
+@cache
+def order_index(channel_order: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(channel of each place, place of each channel)`, `[D]`, int64."""
+    with torch.inference_mode(False):
+        channels = torch.tensor(channel_order, device=device)
+        return channels, channels.argsort()
+
+
+def rotate(states: torch.Tensor, rotation: str, channel_order: tuple[int, ...] = ()) -> torch.Tensor:
     """Keys or values in the basis they are quantized in.
 
     Args:
         states: `[B, H, ..., D]`, float. For the rotations in `FOLDABLE` the leading dimensions are free.
         rotation: A name in `kvquant_hf.spec.ROTATIONS`.
+        channel_order: In which order the transform takes the channels of each head, see `QuantSpec.channel_order`.
 
     Returns:
         A tensor of the same shape and dtype; `states` itself for `none`.
     """
-    if rotation == "hadamard_signs":
-        states = states * signs(states.shape[-1], states.device, states.dtype)
+    if rotation == "none":
+        return states
     if rotation == "grouped_heads":
         states = hadamard_of_heads(states)
-    return states if rotation == "none" else hadamard(states)
+    if channel_order:
+        states = states.index_select(-1, order_index(channel_order, states.device)[0])
+    if rotation == "hadamard_signs":
+        states = states * signs(states.shape[-1], states.device, states.dtype)
+    return hadamard(states)
 
 
-def rotate_bounded(states: torch.Tensor, rotation: str, inverse: bool = False) -> torch.Tensor:
+def rotate_bounded(
+    states: torch.Tensor, rotation: str, channel_order: tuple[int, ...] = (), *, inverse: bool = False
+) -> torch.Tensor:
     """`rotate` (or `unrotate`) whose results are finite for finite float32 numbers of any size.
 
     An orthonormal matrix multiplies the largest number of a vector by up to the root of its length, beyond float32 for
@@ -159,17 +183,19 @@ def rotate_bounded(states: torch.Tensor, rotation: str, inverse: bool = False) -
         peak = peak.amax(1, keepdim=True)
     large = peak > _LARGE
     if not bool(large.any()):
-        return turn(states, rotation)
+        return turn(states, rotation, channel_order)
     shrink = torch.where(large, _SHRINK, 1.0)
     bounds = _LARGEST * shrink
-    return turn(states * shrink, rotation).clamp(-bounds, bounds) / shrink
+    return turn(states * shrink, rotation, channel_order).clamp(-bounds, bounds) / shrink
 
 
-def unrotate(states: torch.Tensor, rotation: str) -> torch.Tensor:
+def unrotate(states: torch.Tensor, rotation: str, channel_order: tuple[int, ...] = ()) -> torch.Tensor:
     """Undo `rotate`; arguments as there."""
     if rotation == "none":
         return states
     states = hadamard(states)
     if rotation == "hadamard_signs":
-        return states * signs(states.shape[-1], states.device, states.dtype)
+        states = states * signs(states.shape[-1], states.device, states.dtype)
+    if channel_order:
+        states = states.index_select(-1, order_index(channel_order, states.device)[1])
     return hadamard_of_heads(states) if rotation == "grouped_heads" else states

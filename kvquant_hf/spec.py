@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvquant_hf.checks import check_ascending, check_choice
+from kvquant_hf.checks import check_ascending, check_choice, check_permutation
 
 NBITS = (2, 3, 4, 8, 16)
 GROUP_SIZES = (16, 32, 64, 128)
@@ -48,6 +48,11 @@ class QuantSpec:
             undoes it on reading (QuaRot, arXiv 2404.00456 section 4); `hadamard_signs` gives each channel a fixed sign
             first; `grouped_heads` also mixes heads at equal channel, in groups of 4 or 2 as their number permits
             (RotateKV, IJCAI 2025), and is always undone on reading: attention cannot take it over.
+        channel_order: In which order a rotation takes the channels of each head: a tuple (in YAML a list) of the
+            numbers from 0 to the head size less one, or nothing for the order they have. A Hadamard matrix mixes
+            neighbours in its first steps, so that wide channels next to each other give few different sums, and
+            narrower ranges (in the spirit of RotateKV's reordering; `scripts/calibrate.py order` finds one). With a
+            rotation only. It belongs to the settings and is counted in no bits per value.
         method: Quantizer, a name in `kvquant_hf.quantizers.QUANTIZERS`: `affine`, or `variance_normalized`, which
             first brings channels and tokens of a tile to equal spread (KVarN, arXiv 2606.03458). Its tiles have at
             least `group_size` tokens. `innerq` (InnerQ, arXiv 2602.23200) is meant for keys `per_token`, whose
@@ -92,6 +97,7 @@ class QuantSpec:
     group_size: int = 32
     rope: str = "pre"
     rotation: str = "none"
+    channel_order: tuple[int, ...] = ()
     method: str = "affine"
     symmetric: bool = False
     clip: str = "minmax"
@@ -109,6 +115,7 @@ class QuantSpec:
         check_choice("group_size", self.group_size, GROUP_SIZES)
         check_choice("rope", self.rope, ROPE_ORDERS)
         check_choice("rotation", self.rotation, ROTATIONS)
+        object.__setattr__(self, "channel_order", check_permutation("channel_order", self.channel_order))
         check_choice("method", self.method, METHODS)
         check_choice("symmetric", self.symmetric, (False, True))
         check_choice("centered", self.centered, (False, True))
@@ -126,6 +133,7 @@ class QuantSpec:
             object.__setattr__(self, "levels", check_ascending("levels", self.levels, TABLE_LIMIT))
         else:
             check_choice("levels", self.levels, LEVELS)
+        self._check_goes_with("channel_order", (), {"rotation": ROTATIONS[1:]})
         affine: dict[str, tuple[object, ...]] = {"method": ("affine",), "levels": ("uniform",)}
         channels = {"granularity": ("per_channel",), "symmetric": (False,)}
         self._check_goes_with("promoted", 0, affine | channels)
@@ -170,7 +178,7 @@ class QuantSpec:
         """Name of the levels, `table` for those that are listed."""
         return self.levels if isinstance(self.levels, str) else "table"
 
-    def _check_goes_with(self, setting: str, default: float | str, allowed: dict[str, tuple[object, ...]]) -> None:
+    def _check_goes_with(self, setting: str, default: object, allowed: dict[str, tuple[object, ...]]) -> None:
         """Raise if a setting is not its default and another one is none of those that it goes with."""
         chosen = getattr(self, setting)
         if chosen == default:
@@ -292,5 +300,5 @@ class QuantSpec:
         parts += [f"{self.metadata_nbits}-bit metadata"] * self.has_second_level
         shared = self.shared_parameter.replace("_", " ")
         parts += [f"{self.shared_groups} groups share a {shared}"] * self.shares
-        parts += [self.rotation] * (self.rotation != "none")
+        parts += [self.rotation] * (self.rotation != "none") + ["of ordered channels"] * bool(self.channel_order)
         return " ".join(parts)

@@ -17,7 +17,7 @@ from kvquant_hf.quantizers import (
     quantizer_of,
     split_codes,
 )
-from kvquant_hf.rotation import FOLDABLE, check_head_dim, rotate_bounded
+from kvquant_hf.rotation import FOLDABLE, check_channel_order, check_head_dim, rotate_bounded
 from kvquant_hf.spec import EXTRA_BITS, QuantSpec
 
 _BLOCK_CHUNK = 4
@@ -58,6 +58,7 @@ class BlockStore:
         self.spec = spec
         if spec.is_quantized:
             check_head_dim(spec.rotation, head_dim)
+            check_channel_order(spec.channel_order, head_dim)
         self.partners = partners
         self.feedback = feedback if spec.is_quantized else None
         self.block_length = block_length
@@ -190,7 +191,9 @@ class BlockStore:
             return self.codes[:, :, first:last]
         rows = self._quantizer.dequantize(self._groups(first, last))
         blocks = rows.transpose(-1, -2) if self.spec.granularity == "per_channel" else rows
-        return rotate_bounded(blocks, self.spec.rotation, inverse=True) if undo_rotation else blocks
+        if not undo_rotation:
+            return blocks
+        return rotate_bounded(blocks, self.spec.rotation, self.spec.channel_order, inverse=True)
 
     def _groups(self, first: int, last: int) -> QuantizedGroups:
         """Codes and parameters of the blocks `first … last - 1`, rows as the quantizer made them."""

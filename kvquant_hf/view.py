@@ -170,11 +170,11 @@ class KVView:
 
     def fold_query(self, query: torch.Tensor) -> torch.Tensor:
         """Queries `[…, D]` for tiles with `rotated_keys`: `q·k = (qR)·(kR)` for an orthonormal `R`."""
-        return rotate(query, self.key_store.spec.rotation)
+        return rotate(query, self.key_store.spec.rotation, self.key_store.spec.channel_order)
 
     def unfold_output(self, output: torch.Tensor) -> torch.Tensor:
         """Sums `[…, D_v]` of values of tiles with `rotated_values`, back in the plain basis."""
-        return unrotate(output, self.value_store.spec.rotation)
+        return unrotate(output, self.value_store.spec.rotation, self.value_store.spec.channel_order)
 
 
 def _with_row_sinks(tile: torch.Tensor, sinks: torch.Tensor, padding: torch.Tensor, begin: int) -> torch.Tensor:

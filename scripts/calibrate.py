@@ -8,11 +8,14 @@
     python scripts/calibrate.py budget --model DIR --bytes 40e6 --context-length 4096 --text wiki.test.raw
     python scripts/calibrate.py levels --model prepared:smollm2-135m --quant kvquant3 --q-norm \
         --text data/pride_and_prejudice_17_chapters.txt
+    python scripts/calibrate.py order --model prepared:smollm2-135m --quant rotatekv2 \
+        --text data/pride_and_prejudice_17_chapters.txt
 
 `budget` finds the settings of each layer's keys and values that meet an error with the least size, or a size with the
 least error, see docs/budgets.md. `levels` finds what the codes of each layer's keys and values should stand for
-(KVQuant), see docs/levels.md. Both write preset.yaml, which QuantCache takes, report.md (opens with the plot),
-report.json and the plots as PNG and SVG. Repeat `budget` after an interruption and it goes on where it stopped.
+(KVQuant), see docs/levels.md. `order` finds in which order a rotation should take the channels of each layer's keys
+and values (RotateKV), see docs/orders.md. All write preset.yaml, which QuantCache takes, report.md (opens with the
+plot), report.json and the plots as PNG and SVG. Repeat `budget` after an interruption and it goes on where it stopped.
 """
 
 import argparse
@@ -22,6 +25,7 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from kvquant_hf import KVQuantConfig
@@ -31,6 +35,7 @@ from kvquant_hf.analysis import (
     Meter,
     calibrate,
     calibrate_levels,
+    calibrate_orders,
     default_candidates,
     load_candidates,
 )
@@ -38,6 +43,8 @@ from kvquant_hf.analysis.budget_markdown import PRESET, Source
 from kvquant_hf.analysis.budget_report import write_budget_report
 from kvquant_hf.analysis.candidates import SIDES
 from kvquant_hf.analysis.level_report import LevelSource, mean_ratio, write_level_report
+from kvquant_hf.analysis.order_report import mean_ratio as mean_order_ratio
+from kvquant_hf.analysis.order_report import write_order_report
 from kvquant_hf.analysis.run import load_inputs, open_store, text_facts
 from kvquant_hf.eval import Protocol, parse_quant
 from kvquant_hf.eval.models import model_name, resolve_model
@@ -49,6 +56,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_budget(commands.add_parser("budget", help="settings by layer that meet an error or a size"))
     add_levels(commands.add_parser("levels", help="what codes stand for, by layer"))
+    add_order(commands.add_parser("order", help="in which order rotations take channels, by layer"))
     return parser.parse_args(arguments)
 
 
@@ -67,6 +75,12 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output_path", type=Path, metavar="DIR", help="default out/COMMAND-MODEL")
 
 
+def add_feeding(parser: argparse.ArgumentParser) -> None:
+    """How caches are fed a window."""
+    parser.add_argument("--prefill", type=int, default=384, help="tokens fed at once first (default %(default)s)")
+    parser.add_argument("--step", type=int, default=64, help="tokens of each later piece (default %(default)s)")
+
+
 # ---- budget --------------------------------------------------------------------------------------------------------
 
 
@@ -80,8 +94,7 @@ def whole(text: str) -> int:
 
 def add_budget(parser: argparse.ArgumentParser) -> None:
     add_common(parser)
-    parser.add_argument("--prefill", type=int, default=384, help="tokens fed at once first (default %(default)s)")
-    parser.add_argument("--step", type=int, default=64, help="tokens of each later piece (default %(default)s)")
+    add_feeding(parser)
     parser.add_argument("--queries", type=int, default=128, help="attention of the last so many queries of a window")
     limits = parser.add_argument_group(
         "budget, exactly one", "an error with the least size, or a size with the least error"
@@ -174,17 +187,9 @@ def run_levels(options: argparse.Namespace) -> int:
     if options.nbits is not None:
         quant += f",key.nbits={options.nbits},value.nbits={options.nbits}"
     config = parse_quant(quant)
-    name = model_name(resolve_model(options.model))
-    output = options.output_path or Path("out") / f"levels-{name}"
-    device = Device(options.dtype, options.device)
-    _, model, windows = load_inputs(
-        options.model, device, options.text, options.start, options.context, options.windows
-    )
+    source, output, model, windows = load_source(options, quant)
     with tqdm(total=len(windows), unit="window", disable=None) as bar:
         found = calibrate_levels(model, windows, config, options.q_norm, not options.unweighted, bar.update)
-    text = text_facts(options.text, options.start, options.windows)
-    base, comma, rest = quant.partition(",")
-    source = LevelSource(name, Path(base).name + comma + rest, options.context, text, device)
     report = write_level_report(found, source, output)
     for side in SIDES:
         even, gaussian = (mean_ratio(found, side, name) for name in ("even_error", "gaussian_error"))
@@ -194,7 +199,51 @@ def run_levels(options: argparse.Namespace) -> int:
     return 0
 
 
+# ---- order ---------------------------------------------------------------------------------------------------------
+
+
+def add_order(parser: argparse.ArgumentParser) -> None:
+    add_common(parser)
+    parser.add_argument(
+        "--quant",
+        default="rotatekv2",
+        metavar="PRESET",
+        help="preset or YAML file with all other settings, [,setting=value…] (default %(default)s)",
+    )
+    add_feeding(parser)
+    parser.set_defaults(run=run_order)
+
+
+def run_order(options: argparse.Namespace) -> int:
+    check_windows(options)
+    config = parse_quant(options.quant)
+    protocol = Protocol(options.context, options.prefill, options.step)
+    source, output, model, windows = load_source(options, options.quant)
+    with tqdm(total=2 * len(windows), unit="window", disable=None) as bar:
+        found = calibrate_orders(model, windows, config, protocol, bar.update)
+    report = write_order_report(found, source, output)
+    for side in SIDES:
+        ratio = mean_order_ratio(found, side)
+        if ratio is not None:
+            print(f"{side}s: error {ratio:.3f} of that with the model's order")
+    print(f"Report: {report}; settings: {output / PRESET}", file=sys.stderr)
+    return 0
+
+
 # ---- the rest ------------------------------------------------------------------------------------------------------
+
+
+def load_source(options: argparse.Namespace, quant: str) -> tuple[LevelSource, Path, PreTrainedModel, torch.Tensor]:
+    """What is calibrated and on what, where results go, the model, and windows `[N, T]` of the text."""
+    name = model_name(resolve_model(options.model))
+    device = Device(options.dtype, options.device)
+    _, model, windows = load_inputs(
+        options.model, device, options.text, options.start, options.context, options.windows
+    )
+    text = text_facts(options.text, options.start, options.windows)
+    base, comma, rest = quant.partition(",")
+    source = LevelSource(name, Path(base).name + comma + rest, options.context, text, device)
+    return source, options.output_path or Path("out") / f"{options.command}-{name}", model, windows
 
 
 def check_windows(options: argparse.Namespace) -> None:

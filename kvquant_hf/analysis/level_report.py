@@ -13,6 +13,7 @@ from kvquant_hf.analysis.budget_markdown import PRESET, windows_of
 from kvquant_hf.analysis.candidates import SIDES
 from kvquant_hf.analysis.level_calibration import LevelCalibration, SideLevels
 from kvquant_hf.analysis.run import Device
+from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.eval.artifacts import write_json, write_text
 from kvquant_hf.eval.environment import run_environment
 
@@ -57,19 +58,19 @@ def write_level_report(found: LevelCalibration, source: LevelSource, output: Pat
     ratios = {f"error of {side}s ÷ evenly spaced levels": _ratios(found, side) for side in sides}
     save(curves(ratios, xs, "layer", "weighted squared error, ratio", log=False), output / "errors")
     environment = run_environment(source.device.device)
-    write_text(output / PRESET, preset_text(found, source, output))
+    write_text(output / PRESET, preset_text(found.config, description(found, source), output))
     write_json(output / "report.json", _json(found, source, environment))
     write_text(output / "report.md", "\n".join(_markdown(found, source, environment, sides)))
     return output / "report.md"
 
 
-def preset_text(found: LevelCalibration, source: LevelSource, output: Path) -> str:
+def preset_text(config: KVQuantConfig, description: str, output: Path) -> str:
     """The settings as YAML for a file in `output`, which `KVQuantConfig.from_yaml` reads, with a description."""
-    settings = found.config.to_dict()
-    if found.config.query_moments is not None:
-        settings["query_moments"] = os.path.relpath(found.config.query_moments, output)
+    settings = config.to_dict()
+    if config.query_moments is not None:
+        settings["query_moments"] = os.path.relpath(config.query_moments, output)
     return yaml.safe_dump(
-        {"description": description(found, source), **settings}, sort_keys=False, width=119, default_flow_style=None
+        {"description": description, **settings}, sort_keys=False, width=119, default_flow_style=None
     )
 
 

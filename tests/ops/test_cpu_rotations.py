@@ -51,6 +51,8 @@ def test_rotatekv(kv_heads, head_dim, rope, dtype):
     check_read(padded, 3 * kv_heads, 1, mask_of([37, 2, 0], 140))
 
 
+# Orders of the channels of keys and of values.
+ORDER48, ORDER64 = ({"channel_order": [7 * place % size for place in range(size)]} for size in (48, 64))
 PAIRS = {
     "per-channel": (CHANNELS, TOKENS | {"group_size": 16}),
     "per-channel-short-groups": (CHANNELS | {"nbits": 3, "group_size": 16}, CHANNELS | {"nbits": 3}),
@@ -69,6 +71,12 @@ PAIRS = {
     "signs-across": (TOKENS | {"rotation": "hadamard_signs", "group_size": 16}, TOKENS | {"nbits": 3}),
     "hadamard": (CHANNELS | {"rotation": "hadamard", "nbits": 8}, TOKENS | {"nbits": 8, "group_size": 64}),
     "hadamard-across": (TOKENS | {"rotation": "hadamard", "symmetric": True}, {"nbits": 16}),
+    "orders": (CHANNELS | ORDER48, CHANNELS | ORDER64 | {"rotation": "hadamard", "nbits": 3}),
+    "orders-across": (TOKENS | ORDER48 | {"rotation": "hadamard", "outliers": 0.02}, TOKENS | ORDER64),
+    "orders-signs": (
+        TOKENS | ORDER48 | {"rotation": "hadamard_signs"},
+        TOKENS | ORDER64 | {"rotation": "hadamard_signs"},
+    ),
     "exact-keys": ({"nbits": 16}, TOKENS),
 }
 

@@ -417,6 +417,7 @@ static void begin(const Args &a, State &st, int b, int h, int64_t row, float sca
     else for (int d = 0; d < D; d++) st.q[r][d] = fetch1(a.kind, a.q, at + d) * scale;
     if (KH && !UNROTATE) {
       memcpy(st.qb[r], st.q[r], sizeof st.q[r]);
+      if (a.korder) ordered<D>(a.korder, st.qb[r]);
       if constexpr (KH == SIGNED_HADAMARD) for (int d = 0; d < D; d++) st.qb[r][d] *= a.ksigns[d];
       hadamard(st.qb[r], D);
     }
@@ -454,6 +455,7 @@ static void finish(const Args &a, int64_t b, int64_t h, int64_t j, float *sum, i
   if (VH) {
     hadamard(sum + step, DV);
     if constexpr (VH == SIGNED_HADAMARD) for (int d = 0; d < DV; d++) sum[step + d] *= a.vsigns[d];
+    if (a.vorder) unordered<DV>(a.vorder, sum + step);
     if constexpr (VG > 1) for (int d = 0; d < DV; d++) sum[step + d] *= 1 / std::sqrt((float)VG);
     for (int d = 0; d < DV; d++) sum[d] += sum[step + d];
   }

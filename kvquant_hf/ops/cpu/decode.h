@@ -74,7 +74,22 @@ struct Args {
   const char *kbase;               // what bytes of scales of keys are relative to, like `vbase`
   int64_t kbb, kbh, kbwide;
   const float *ksigns, *vsigns;    // signs of channels, with SIGNED_HADAMARD
+  const int *korder, *vorder;      // channel of each place before it was mixed, or null for the order they have
 };
+
+// Channels of a head in the order in which they are mixed …
+template <int N> INLINE void ordered(const int *order, float *channels) {
+  float plain[N];
+  memcpy(plain, channels, sizeof plain);
+  for (int p = 0; p < N; p++) channels[p] = plain[order[p]];
+}
+
+// … and back.
+template <int N> INLINE void unordered(const int *order, float *channels) {
+  float mixed[N];
+  memcpy(mixed, channels, sizeof mixed);
+  for (int p = 0; p < N; p++) channels[order[p]] = mixed[p];
+}
 
 struct State {
   float peak[R];

@@ -55,6 +55,7 @@ def can_encode(spec: "QuantSpec", dtype: torch.dtype, device: torch.device, bloc
         and not spec.outliers
         and not spec.shares
         and spec.rotation in ("none", "hadamard")
+        and not spec.channel_order
         and not (spec.promotes and spec.clip == "mse")
         and not (spec.has_second_level and not (spec.symmetric and spec.granularity == "per_token"))
         and dtype in ELEMENT_KINDS

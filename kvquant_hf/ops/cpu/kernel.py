@@ -17,6 +17,7 @@ from kvquant_hf.ops.cpu.tables import (
     mixed_heads,
     offset_columns,
     offset_tables,
+    order_table,
     scale_coding,
     sign_table,
     spacing,
@@ -50,7 +51,7 @@ class _Plan:
     tables: list[int]
     factors: list[int]
     levels: tuple[torch.Tensor | None, torch.Tensor | None]
-    signs: tuple[torch.Tensor | None, torch.Tensor | None]
+    channels: tuple[torch.Tensor | None, ...]
     outliers: list[int]
     key_bases: list[int]
     defines: tuple[tuple[str, int], ...]
@@ -152,7 +153,7 @@ def _new_call(plan: _Plan, view: "KVView", num_heads: int, q_len: int, kind: int
         + [0 if table is None else table.data_ptr() for table in plan.levels]
         + plan.outliers
         + plan.key_bases
-        + [0 if table is None else table.data_ptr() for table in plan.signs],
+        + [0 if table is None else table.data_ptr() for table in plan.channels],
     )
     function = _function((*plan.defines, ("R", chunk)))
     return _Call(function, args, args.buffer_info()[0], (), scratch)
@@ -210,8 +211,9 @@ def _plan(view: "KVView") -> _Plan:
     }
     levels = level_table(key), level_table(value)
     signs = sign_table(key, view.key_shape[3]), sign_table(value, view.value_shape[3])
+    channels = *signs, order_table(key), order_table(value)
     others = _outlier_fields(view), _base_fields(view.key_store)
-    plan = _Plan(blocks, tables, factors, levels, signs, *others, tuple(defines.items()), {})
+    plan = _Plan(blocks, tables, factors, levels, channels, *others, tuple(defines.items()), {})
     view.memo["cpu"] = plan
     return plan
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvquant_hf.quantizers.levels import levels_of
-from kvquant_hf.rotation import head_group, signs
+from kvquant_hf.rotation import head_group, order_index, signs
 
 if TYPE_CHECKING:
     from kvquant_hf.rope import KeyRotation
@@ -54,6 +54,18 @@ def sign_table(spec: "QuantSpec", head_dim: int) -> torch.Tensor | None:
     """Signs of channels before they were mixed, `[head_dim]`, float32, or `None`; kept for ever."""
     is_signed = spec.is_quantized and spec.rotation == "hadamard_signs"
     return signs(head_dim, torch.device("cpu")) if is_signed else None
+
+
+def order_table(spec: "QuantSpec") -> torch.Tensor | None:
+    """Channel of each place before they were mixed, `[head_dim]`, int32, or `None`; kept for ever."""
+    is_ordered = spec.is_quantized and spec.channel_order
+    return _places(spec.channel_order) if is_ordered else None
+
+
+@cache
+def _places(channel_order: tuple[int, ...]) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return order_index(channel_order, torch.device("cpu"))[0].int()
 
 
 def level_table(spec: "QuantSpec") -> torch.Tensor | None:

@@ -2,7 +2,7 @@
 //
 // A stored key of head h is Σ_g M[h][g] · H k_g, with Hadamard matrices M of the KG heads of a group and H of the channels.
 // Both are their own inverses, so k_h = H Σ_g M[h][g] · stored_g: rows of the heads are added, each with a sign, and
-// transformed once. With SIGNED_HADAMARD channels get their signs back last.
+// transformed once. Channels get their signs back, with SIGNED_HADAMARD, and then their places, where there is an order.
 #pragma once
 #include "outliers.h"
 
@@ -146,6 +146,7 @@ static __attribute__((noinline)) void score_unrotated(const Args &a, State &st, 
       butterflies(keys[t]);
       if constexpr (KH == SIGNED_HADAMARD)
         for (int d = 0; d < D; d += 16) store(&keys[t][d], load(&keys[t][d]) * load(a.ksigns + d));
+      if (a.korder) unordered<D>(a.korder, keys[t]);
     }
 #if ROPE
     turn_keys(a, t0, keys);

@@ -21,6 +21,7 @@ def combine_kernel(
     partial_lse,
     output,
     signs,
+    order,
     num_splits,
     rows,
     query_length,
@@ -31,6 +32,7 @@ def combine_kernel(
     WIDTH: tl.constexpr,
     ROOT: tl.constexpr,
     SIGNS: tl.constexpr,
+    ORDER: tl.constexpr,
 ):
     """One query row, grid `(B · H · R,)`.
 
@@ -39,6 +41,7 @@ def combine_kernel(
         partial_lse: float32 `[B, H, R, num_splits + 1]`, base 2.
         output: `[B, H_q, q_len, DV]`, contiguous; row `r` is query head `r // q_len` of its group, token `r % q_len`.
         signs: float32 `[DV]`: what the channels of packed values are multiplied by in the end, with `SIGNS`.
+        order: int32 `[DV]`: channel of each place of packed values, with `ORDER`.
         num_splits: Splits over packed tokens.
         rows: `R`.
         query_length: `q_len`.
@@ -49,13 +52,17 @@ def combine_kernel(
         WIDTH: Size of the Hadamard blocks that packed values are in, 0 without a rotation.
         ROOT: Square root of it.
         SIGNS: Whether there are signs.
+        ORDER: Whether there is an order.
     """
     pid = tl.program_id(0).to(tl.int64)
     first = pid * (num_splits + 1)
-    channel = tl.arange(0, DVP)
+    place = tl.arange(0, DVP)
+    channel = place
+    if ORDER:
+        channel = tl.load(order + place, mask=place < DV, other=0)
     peak = tl.load(partial_lse + first + num_splits)
     # The packed splits are summed apart from the exact one, which is in the plain basis.
-    exact = tl.load(partial + (first + num_splits) * DV + channel, mask=channel < DV, other=0.0)
+    exact = tl.load(partial + (first + num_splits) * DV + channel, mask=place < DV, other=0.0)
     exact_weight = tl.where(peak > 0.5 * MASKED, 1.0, 0.0)
     total = 0.0
     acc = tl.zeros([DVP], tl.float32)
@@ -66,8 +73,8 @@ def combine_kernel(
         decay = tl.exp2(peak - new_peak)
         weights = tl.where(lse > 0.5 * MASKED, tl.exp2(lse - new_peak), 0.0)
         found = tl.load(
-            partial + (first + split)[:, None] * DV + channel[None, :],
-            mask=(split < num_splits)[:, None] & (channel < DV)[None, :],
+            partial + (first + split)[:, None] * DV + place[None, :],
+            mask=(split < num_splits)[:, None] & (place < DV)[None, :],
             other=0.0,
         )
         acc = acc * decay + tl.sum(found * weights[:, None], 0)
@@ -81,11 +88,11 @@ def combine_kernel(
                 acc = hadamard_stage(acc, 2**stage, DVP)
         acc = acc / ROOT
     if SIGNS:
-        acc = acc * tl.load(signs + channel, mask=channel < DV, other=0.0)
+        acc = acc * tl.load(signs + place, mask=place < DV, other=0.0)
     total += exact_weight
     acc = (acc + exact * exact_weight) / tl.where(total > 0, total, 1.0)
     group = pid // rows
     row = pid % rows
     head = group * group_heads + row // query_length
-    place = (head * query_length + row % query_length) * DV
-    tl.store(output + place + channel, acc.to(output.dtype.element_ty), mask=channel < DV)
+    begin = (head * query_length + row % query_length) * DV
+    tl.store(output + begin + channel, acc.to(output.dtype.element_ty), mask=place < DV)

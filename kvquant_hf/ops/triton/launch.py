@@ -21,7 +21,7 @@ from kvquant_hf.ops.triton.availability import why_unavailable
 from kvquant_hf.ops.triton.layout import WordLayout, reads_rotation, unread_codes
 from kvquant_hf.ops.triton.tables import angle_table, offset_angle_table, offset_table, start_table
 from kvquant_hf.ops.triton.tuning import Launch, launch_parameters
-from kvquant_hf.rotation import hadamard_width, signs
+from kvquant_hf.rotation import hadamard_width, order_index, signs
 
 if TYPE_CHECKING:
     from kvquant_hf.storage import BlockStore
@@ -194,11 +194,13 @@ def combine_arguments(
     is_rotated = spec.is_quantized and spec.rotation != "none"
     width = hadamard_width(value_dim) if is_rotated else 0
     has_signs = is_rotated and spec.rotation == "hadamard_signs"
+    has_order = is_rotated and bool(spec.channel_order)
     return {
         "partial": partial,
         "partial_lse": partial_lse,
         "output": output,
         "signs": signs(value_dim, output.device) if has_signs else partial_lse,
+        "order": _places(spec.channel_order, output.device) if has_order else partial_lse,
         "num_splits": partial.shape[3] - 1,
         "rows": partial.shape[2],
         "query_length": output.shape[2],
@@ -209,7 +211,15 @@ def combine_arguments(
         "WIDTH": width,
         "ROOT": math.sqrt(width),
         "SIGNS": has_signs,
+        "ORDER": has_order,
     }
+
+
+@cache
+def _places(channel_order: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Channel of each place, `[DV]`, int32."""
+    with torch.inference_mode(False):
+        return order_index(channel_order, device)[0].int()
 
 
 def _keeps_to_blocks(view: "KVView") -> bool:

@@ -83,7 +83,7 @@ def split_arguments(
     folded = query
     if key.spec.is_quantized and key.spec.rotation != "none" and not _has_basis(view):
         query = query.float().contiguous()
-        folded = rotate(query, _within_heads(key.spec)).contiguous()
+        folded = rotate(query, *_within_heads(key.spec)).contiguous()
     arguments = common_arguments(query, folded, view, mask, scale, splits)
     nothing = arguments["partial_lse"]
     order = ChannelOrder.of(view.rotation if key.spec.is_quantized else None, head_dim)
@@ -91,7 +91,7 @@ def split_arguments(
         **_side_arguments("key", key, heads, nothing),
         **_side_arguments("value", value, heads, nothing),
         **_angle_arguments(view, nothing),
-        "key_basis": _basis(_within_heads(key.spec), head_dim, view.device) if _has_basis(view) else nothing,
+        "key_basis": _basis(*_within_heads(key.spec), head_dim, view.device) if _has_basis(view) else nothing,
         "num_tiles": tiles,
         "chunk": chunk,
         "L": length,
@@ -111,9 +111,9 @@ def split_arguments(
     return (splits + 1, heads * row_chunks, batch_size), arguments
 
 
-def _within_heads(spec: "QuantSpec") -> str:
-    """The part of a rotation that acts within heads."""
-    return "hadamard" if spec.rotation == "grouped_heads" else spec.rotation
+def _within_heads(spec: "QuantSpec") -> tuple[str, tuple[int, ...]]:
+    """The part of a rotation that acts within heads, and the order of channels."""
+    return "hadamard" if spec.rotation == "grouped_heads" else spec.rotation, spec.channel_order
 
 
 def _side_arguments(side: str, store: "BlockStore", heads: int, nothing: torch.Tensor) -> dict[str, Any]:
@@ -173,10 +173,10 @@ def _scale_levels(levels_name: str, device: torch.device) -> torch.Tensor:
 
 
 @cache
-def _basis(rotation: str, head_dim: int, device: torch.device) -> torch.Tensor:
+def _basis(rotation: str, channel_order: tuple[int, ...], head_dim: int, device: torch.device) -> torch.Tensor:
     """The matrix that undoes a rotation within heads, from the right, `[D, D]`, float32."""
     with torch.inference_mode(False):
-        return unrotate(torch.eye(head_dim, device=device), rotation).contiguous()
+        return unrotate(torch.eye(head_dim, device=device), rotation, channel_order).contiguous()
 
 
 def _angle_arguments(view: "KVView", nothing: torch.Tensor) -> dict[str, torch.Tensor]:

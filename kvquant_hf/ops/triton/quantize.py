@@ -36,6 +36,7 @@ def quantizes(store: "BlockStore") -> bool:
         and not spec.has_second_level
         and store.head_dim & (store.head_dim - 1) == 0
         and not (spec.rotation != "none" and spec.granularity == "per_channel")
+        and not spec.channel_order
     )
 
 

@@ -40,7 +40,7 @@ def test_every_branch_of_every_kernel_compiles_without_spills(tmp_path):
     """Masks, padding, odd sizes, unquantized sides, combining, quantizing: the interpreter accepts more than ptxas."""
     lines = compile_apart(tmp_path, "--variants").splitlines()
     assert {line.split()[0] for line in lines} == {"decode", "planar", "combine", "quantize"}
-    assert len(lines) >= 74 and sum(" 0 bytes spilled" not in line for line in lines) <= 8  # KNOWN_SPILLS
+    assert len(lines) >= 78 and sum(" 0 bytes spilled" not in line for line in lines) <= 8  # KNOWN_SPILLS
     for kind in ("promoted", "bytes"):
         assert {line.split()[-8] for line in lines if line.startswith(f"decode {kind}")} == {"80", "90", "gfx942"}
 

@@ -10,6 +10,7 @@ from tests.ops.triton.kernels.test_decode import BF16, F32, build, check, promot
 
 TOKENS, CHANNELS = {"granularity": "per_token"}, {"granularity": "per_channel"}
 TURBO = {"method": "turboquant", "symmetric": True, "levels": "gaussian", "rotation": "hadamard", "group_size": 128}
+ORDER32, ORDER40 = ({"channel_order": [7 * place % size for place in range(size)]} for size in (32, 40))
 TABLE4 = (-1.0, -0.6, -0.35, -0.2, -0.1, -0.05, -0.02, 0.0, 0.03, 0.06, 0.12, 0.2, 0.3, 0.5, 0.7, 1.0)
 
 
@@ -75,6 +76,14 @@ CASES = [
     ("hadamard-signs-padded", 150, both({"rotation": "hadamard_signs"}, B=2, padding=[101, 0], mask="pads")),
     ("grouped-heads-post-rope", 150, both({"rotation": "grouped_heads"}, H=4, rotation=None)),
     ("grouped-heads-per-channel", 150, both({"rotation": "grouped_heads"}, {}, H=2, G=3)),
+    ("ordered-pre-rope", 150, both({"rotation": "hadamard_signs", **ORDER32}, {})),
+    ("ordered-post-rope", 150, both({**TOKENS, "rotation": "hadamard", **ORDER32}, {}, rotation=None)),
+    ("ordered-grouped-heads", 150, both({**TOKENS, "rotation": "grouped_heads", **ORDER32}, TOKENS, H=4)),
+    ("ordered-outliers", 150, both({"outliers": 0.01, "rotation": "hadamard", **ORDER32}, {}, rotation=None)),
+    ("ordered-values", 150, both({}, {**TOKENS, "rotation": "hadamard", **ORDER32})),
+    ("ordered-values-signs", 150, both({}, {"rotation": "hadamard_signs", **ORDER32}, q_len=3, G=2)),
+    ("ordered-values-d40", 150, both({}, {**TOKENS, "rotation": "hadamard", **ORDER40}, DV=40, mask="bool")),
+    ("ordered-both", 150, both({"rotation": "hadamard", **ORDER32}, {"rotation": "grouped_heads", **ORDER32}, H=2)),
     ("interleaved", 150, both(TOKENS, rotation=rope(32, 32, 0, "interleaved"))),
     ("partial", 150, both(TOKENS, rotation=rope(8, 32, 24))),
     ("promoted-beside-tables", 150, promoted(2, 0.25, levels="gaussian")),
