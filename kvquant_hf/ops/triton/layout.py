@@ -66,11 +66,10 @@ def reads_rotation(spec: QuantSpec) -> bool:
     """Whether the kernels read a side in its rotation.
 
     Of keys (per channel) the queries are rotated before them, as any rotation within a head may be; outputs, which
-    belong to values (per token), in the kernel that puts them together. Orders of channels are left to the kernel for
-    blocks in the common layout.
+    belong to values (per token), in the kernel that puts them together.
     """
     known = FOLDABLE if spec.granularity == "per_channel" else ("hadamard",)
-    return not spec.is_quantized or (spec.rotation in ("none", *known) and not spec.channel_order)
+    return not spec.is_quantized or spec.rotation in ("none", *known)
 
 
 def unread_codes(spec: QuantSpec) -> str | None:

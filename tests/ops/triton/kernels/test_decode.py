@@ -42,6 +42,7 @@ def promoted(
 
 
 VARN = {"method": "variance_normalized"}
+ORDER32 = {"channel_order": [7 * place % 32 for place in range(32)]}
 VALUES_OF_PRESETS = {"rotation": "hadamard", "clip": "mse", "symmetric": True}
 WIDE = Launch(BN=64, BND=16, num_warps=4, num_stages=2)
 
@@ -92,6 +93,9 @@ CASES = [
     ("hadamard-both", 150, {"rotation": None, **kv(4, 2, rotation="hadamard")}),
     ("signs-of-keys", 150, {"rotation": None, "key": {"rotation": "hadamard_signs"}}),
     ("hadamard-values", 150, {"value": {"rotation": "hadamard"}, "dtype": BF16}),
+    ("ordered-both", 150, {"rotation": None, **kv(4, 2, rotation="hadamard", **ORDER32)}),
+    ("ordered-values", 150, {"value": {**VALUES_OF_PRESETS, **ORDER32}, "dtype": BF16}),
+    ("ordered-signs-of-keys", 150, {"rotation": None, "key": {"rotation": "hadamard_signs", **ORDER32}}),
     ("hadamard-d80", 133, {"rotation": None, "D": 80, **kv(4, 4, rotation="hadamard")}),
     ("gqa-7", 133, {"G": 7}),
     ("gqa-16", 133, {"G": 16, "dtype": BF16}),
