@@ -120,6 +120,7 @@ def test_what_the_kernels_do_not_quantize(device):
         (varn, 32),
         (promoted, 32),
         ({"granularity": "per_token", "symmetric": True, "metadata_nbits": 8}, 32),
+        ({"granularity": "per_token", "rotation": "hadamard", "channel_order": tuple(range(31, -1, -1))}, 32),
     ):
         store, _ = stores(QuantSpec(**changes), 32, head_dim, None, torch.float32)
         assert not launching.quantizes(store)
