@@ -23,8 +23,8 @@ _VALUE_TOKENS = 32
 def quantizes(store: "BlockStore") -> bool:
     """Whether the kernels quantize for a store.
 
-    They do min-max ranges of affine codes of one width without feedback, with metadata of 16 bits and channels in their
-    order, for head sizes that are a power of two; everything else is left to the store's quantizer.
+    They do min-max ranges of affine codes of one width without feedback, with metadata of 16 bits and channels in
+    their order, for head sizes that are a power of two; everything else is left to the store's quantizer.
     """
     spec = store.spec
     return (
