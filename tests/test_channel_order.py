@@ -10,11 +10,10 @@ from kvquant_hf import KVQuantConfig, QuantCache, QuantSpec, QueryMoments
 from kvquant_hf.guard import guarded
 from kvquant_hf.layer import QuantLayer
 from kvquant_hf.ops import cpu, reference, triton
-from kvquant_hf.rope import KeyRotation
 from kvquant_hf.rotation import hadamard, hadamard_of_heads, rotate, rotate_bounded, signs, unrotate
 from kvquant_hf.spec import ROTATIONS
 from kvquant_hf.storage import BlockStore
-from tests.test_rotated_caches import filled, quant
+from tests.test_rotated_caches import assert_cuts_change_nothing, filled, quant
 
 TURNING = ROTATIONS[1:]
 
@@ -127,20 +126,7 @@ def test_attention_reads_what_is_stored(key, value, rotations, rope, padding):
 @pytest.mark.parametrize("padding", [None, [25, 0]])
 def test_contents_do_not_depend_on_the_cuts(rotation, padding):
     config = KVQuantConfig.from_dict(ordered(quant(rotation, rotation), 32, key=1, value=2))
-    states = torch.randn(2, 2, 4, 120, 32, generator=torch.Generator().manual_seed(0))
-    held = []
-    for cut in (120, 1, 17):
-        layer = QuantLayer(config, KeyRotation(1 / 100 ** (torch.arange(16) / 16), 32))
-        if padding is not None:
-            layer.set_padding(torch.tensor(padding))
-        for piece in states.split(cut, dim=3):
-            layer.update(*piece)
-        layer.batch_repeat_interleave(2)
-        layer.crop(-70)
-        layer.batch_select_indices(torch.tensor([2, 1]))
-        held.append(layer.dequantize())
-    for other in held[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(held[0], other, strict=True))
+    assert_cuts_change_nothing(config, padding)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from kvquant_hf.analysis.allocation import Problem
 from kvquant_hf.analysis.calibration import ALLOCATION, TOLERANCE, Calibration, Round
 from kvquant_hf.analysis.candidates import SIDES
 from kvquant_hf.analysis.run import Device
+from kvquant_hf.eval.environment import environment_line
 from kvquant_hf.eval.score import REFERENCE, Protocol, Score
 from kvquant_hf.eval.statistics import mean_interval
 
@@ -90,10 +91,7 @@ def markdown(found: Calibration, source: Source, environment: Mapping[str, Any])
         "",
         *_candidates(problem),
     ]
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    lines += ["", f"{environment['device']}, {environment['threads']} threads; {versions}; commit "]
-    lines[-1] += f"{environment['commit']}."
-    return [*lines, ""]
+    return [*lines, "", environment_line(environment), ""]
 
 
 def _text_line(source: Source) -> str:

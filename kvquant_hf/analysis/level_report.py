@@ -15,7 +15,7 @@ from kvquant_hf.analysis.level_calibration import LevelCalibration, SideLevels
 from kvquant_hf.analysis.run import Device
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.eval.artifacts import write_json, write_text
-from kvquant_hf.eval.environment import run_environment
+from kvquant_hf.eval.environment import environment_line, run_environment
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,4 @@ def _markdown(
             cells += [f"{_ratio(entry, name):.3f}" for name in ("even_error", "gaussian_error")]
             cells += [f"{mean:.4f}, {deviation:.4f}" for mean, deviation in (entry.moments, entry.decoded_moments)]
             lines.append("| " + " | ".join(cells) + " |")
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    lines += ["", f"{environment['device']}, {environment['threads']} threads; {versions}; commit "]
-    lines[-1] += f"{environment['commit']}."
-    return [*lines, ""]
+    return [*lines, "", environment_line(environment), ""]

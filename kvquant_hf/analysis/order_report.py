@@ -12,7 +12,7 @@ from kvquant_hf.analysis.channel_orders import MEASURE_OF, NATURAL, RULES, Order
 from kvquant_hf.analysis.level_report import LevelSource, preset_text
 from kvquant_hf.analysis.measures import ERRORS
 from kvquant_hf.eval.artifacts import write_json, write_text
-from kvquant_hf.eval.environment import run_environment
+from kvquant_hf.eval.environment import environment_line, run_environment
 
 
 def write_order_report(found: OrderCalibration, source: LevelSource, output: Path) -> Path:
@@ -106,7 +106,4 @@ def _markdown(found: OrderCalibration, source: LevelSource, environment: Mapping
             cells = [str(index), f"{side}s", f"{entry.errors[NATURAL]:.3g}"]
             cells += [f"{_ratio(entry, rule):.3f}" for rule in RULES]
             lines.append("| " + " | ".join([*cells, entry.rule]) + " |")
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    lines += ["", f"{environment['device']}, {environment['threads']} threads; {versions}; commit "]
-    lines[-1] += f"{environment['commit']}."
-    return [*lines, ""]
+    return [*lines, "", environment_line(environment), ""]

@@ -11,7 +11,7 @@ from kvquant_hf.analysis.claims import Verdict
 from kvquant_hf.analysis.measures import ERRORS, FACTS, MEASURES, HeadSums
 from kvquant_hf.analysis.run import Device, Measured, text_facts
 from kvquant_hf.eval.artifacts import write_json, write_text
-from kvquant_hf.eval.environment import run_environment
+from kvquant_hf.eval.environment import environment_line, run_environment
 from kvquant_hf.eval.score import REFERENCE
 from kvquant_hf.eval.statistics import mean_interval
 
@@ -135,10 +135,7 @@ def _markdown(ablation: Ablation, measured: Sequence[Measured], report: Mapping[
         lines += [f"![layers](layers-{model.model}.png)", f"![heads](heads-{model.model}.png)"]
     lines += ["", "[All errors by layer](layers.md).", "", "## What the columns mean", ""]
     lines += [f"- *{measure.title}*: {measure.definition}." for measure in MEASURES.values()]
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    lines += ["", f"{environment['device']}, {environment['threads']} threads; {versions}; commit "]
-    lines[-1] += f"{environment['commit']}."
-    return [*lines, ""]
+    return [*lines, "", environment_line(environment), ""]
 
 
 def _claims_table(measured: Sequence[Measured]) -> list[str]:

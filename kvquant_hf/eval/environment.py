@@ -3,8 +3,10 @@
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +24,12 @@ def run_environment(device: torch.device | str = "cpu") -> dict[str, object]:
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
+
+
+def environment_line(environment: Mapping[str, Any]) -> str:
+    """What `run_environment` found, in one line for a report."""
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    return f"{environment['device']}, {environment['threads']} threads; {versions}; commit {environment['commit']}."
 
 
 def package_versions() -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvquant_hf.eval.artifacts import write_json, write_text
 from kvquant_hf.eval.bits import HeldBits
 from kvquant_hf.eval.divergence import Divergence, summarize_divergence
+from kvquant_hf.eval.environment import environment_line
 from kvquant_hf.eval.score import REFERENCE, Protocol, Score
 from kvquant_hf.eval.statistics import Interval, mean_interval
 
@@ -178,7 +179,6 @@ def _markdown(measured: Sequence[ModelScores], report: Mapping[str, Any]) -> lis
         f"{text['chunks']} windows of {text['text']} from character {text['offset']} (sha256 {text['sha256'][:12]})"
         for text in report["texts"]
     )
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     lines = ["# Caches scored through the stored history", "", "![pareto](pareto.png)", "![curves](curves.png)", ""]
     lines += [
         f"Windows of {protocol['context']} tokens, prefill {protocol['prefill']}, then steps of {protocol['step']}; "
@@ -194,9 +194,7 @@ def _markdown(measured: Sequence[ModelScores], report: Mapping[str, Any]) -> lis
         lines += ["| cache | bits | bits (q) | perplexity | ratio [95 %] | KL [95 %] | top-1 [95 %] | diverges |"]
         lines += ["| --- " * 8 + "|"]
         lines += [_markdown_row(row) for row in models.rows()]
-    lines += ["", f"{environment['device']}, {environment['threads']} threads; {versions}; commit "]
-    lines[-1] += f"{environment['commit']}."
-    return [*lines, ""]
+    return [*lines, "", environment_line(environment), ""]
 
 
 def _markdown_row(row: Mapping[str, Any]) -> str:
