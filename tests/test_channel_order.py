@@ -1,5 +1,7 @@
 """Orders of channels: what the transform makes of them, in stores, caches and files, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from harness import assert_reported_bytes, fed
@@ -7,7 +9,7 @@ from tiny_models import tiny_model
 from torch.nn import functional as F
 
 from kvquant_hf import KVQuantConfig, QuantCache, QuantSpec, QueryMoments
-from kvquant_hf.guard import guarded
+from kvquant_hf.guard import guarded, imbalance, storage_of_keys
 from kvquant_hf.layer import QuantLayer
 from kvquant_hf.ops import cpu, reference, triton
 from kvquant_hf.rotation import hadamard, hadamard_of_heads, rotate, rotate_bounded, signs, unrotate
@@ -172,9 +174,19 @@ def test_query_moments_follow_the_order(rotation):
     assert not torch.allclose(got, without, atol=1e-3)
 
 
-def test_guarded_layers_keep_their_order():
-    spec = QuantSpec(2, rotation="hadamard", channel_order=shuffled(32))
+def test_guarded_layers_keep_their_order_and_are_judged_in_it():
+    spec = QuantSpec(2, rotation="hadamard", channel_order=shuffled(32), rope="post")
     assert guarded(spec).channel_order == spec.channel_order
+    keys = torch.randn(1, 2, 32, 32, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 33) ** 2
+    own, other = (
+        float(imbalance(rotate(keys, "hadamard", order)).max()) for order in (spec.channel_order, tuple(range(32)))
+    )
+    assert abs(own - other) > 0.05
+    config = KVQuantConfig(key=spec, outlier_guard=(own + other) / 2)
+    judged = [
+        storage_of_keys(replace(config, key=s), keys, None, None) for s in (spec, replace(spec, channel_order=()))
+    ]
+    assert [found.nbits > 2 for found in judged] == [own > other, other > own]
 
 
 @pytest.mark.parametrize(("key", "value"), [(1, None), (None, 2), (1, 2)])
