@@ -30,7 +30,7 @@ def write_order_report(found: OrderCalibration, source: LevelSource, output: Pat
     from kvquant_hf.eval.plots import curves, save
 
     panels = {
-        f"{ERRORS[MEASURE_OF[side]].title}, {side}s": {name: _ratios(found, side, name) for name in RULES}
+        f"{side}s: {ERRORS[MEASURE_OF[side]].title}": {name: _ratios(found, side, name) for name in RULES}
         for side in _sides(found)
     }
     xs = [float(index) for index in found.orders]
