@@ -184,7 +184,8 @@ class QueryMoments:
             by for each unit of error in channel `j`. Channels are rounded from the last to the first.
 
         Raises:
-            ValueError: There are no moments of the layer, or its keys are stored per token or mixed across heads.
+            ValueError: There are no moments of the layer, its keys are stored per token or mixed across heads, or
+                their `channel_order` is one of another head size.
         """
         if spec.granularity != "per_channel":
             raise ValueError(

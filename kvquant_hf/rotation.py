@@ -44,8 +44,8 @@ def check_channel_order(channel_order: tuple[int, ...], head_dim: int) -> None:
     """
     if channel_order and len(channel_order) != head_dim:
         raise ValueError(
-            f"`channel_order` must list the {head_dim} channels of a head, got {len(channel_order)}: it was made for "
-            "another model."
+            f"`channel_order` must list the {head_dim} channels of a head, got {len(channel_order)}: orders are made "
+            "for one model and one side."
         )
 
 
@@ -155,9 +155,13 @@ def rotate(states: torch.Tensor, rotation: str, channel_order: tuple[int, ...] =
 
     Returns:
         A tensor of the same shape and dtype; `states` itself for `none`.
+
+    Raises:
+        ValueError: The head size is odd, or the order has another number of channels.
     """
     if rotation == "none":
         return states
+    check_channel_order(channel_order, states.shape[-1])
     if rotation == "grouped_heads":
         states = hadamard_of_heads(states)
     if channel_order:
@@ -190,9 +194,10 @@ def rotate_bounded(
 
 
 def unrotate(states: torch.Tensor, rotation: str, channel_order: tuple[int, ...] = ()) -> torch.Tensor:
-    """Undo `rotate`; arguments as there."""
+    """Undo `rotate`; arguments and errors as there."""
     if rotation == "none":
         return states
+    check_channel_order(channel_order, states.shape[-1])
     states = hadamard(states)
     if rotation == "hadamard_signs":
         states = states * signs(states.shape[-1], states.device, states.dtype)

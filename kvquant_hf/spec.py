@@ -48,11 +48,6 @@ class QuantSpec:
             undoes it on reading (QuaRot, arXiv 2404.00456 section 4); `hadamard_signs` gives each channel a fixed sign
             first; `grouped_heads` also mixes heads at equal channel, in groups of 4 or 2 as their number permits
             (RotateKV, IJCAI 2025), and is always undone on reading: attention cannot take it over.
-        channel_order: In which order a rotation takes the channels of each head: a tuple (in YAML a list) of the
-            numbers from 0 to the head size less one, or nothing for the order they have. A Hadamard matrix mixes
-            neighbours in its first steps, so that wide channels next to each other give few different sums, and
-            narrower ranges (in the spirit of RotateKV's reordering; `scripts/calibrate.py order` finds one). With a
-            rotation only. It belongs to the settings and is counted in no bits per value.
         method: Quantizer, a name in `kvquant_hf.quantizers.QUANTIZERS`: `affine`, or `variance_normalized`, which
             first brings channels and tokens of a tile to equal spread (KVarN, arXiv 2606.03458). Its tiles have at
             least `group_size` tokens. `innerq` (InnerQ, arXiv 2602.23200) is meant for keys `per_token`, whose
@@ -90,6 +85,11 @@ class QuantSpec:
             all groups that share. Metadata of 8 bits is better at the same size (docs/results.md).
         shared_parameter: What they share: the `scale`, which leaves constant groups exact, or the `zero_point`, which
             is better for values.
+        channel_order: In which order a rotation takes the channels of each head: a tuple (in YAML a list) of the
+            numbers from 0 to the head size less one, or an empty one for the order they have. A Hadamard matrix mixes
+            neighbours in its first steps, so that wide channels next to each other give few different sums, and
+            narrower ranges (in the spirit of RotateKV's reordering; `scripts/calibrate.py order` finds one). With a
+            rotation only. It belongs to the settings and is counted in no bits per value.
     """
 
     nbits: int = 4
@@ -97,7 +97,6 @@ class QuantSpec:
     group_size: int = 32
     rope: str = "pre"
     rotation: str = "none"
-    channel_order: tuple[int, ...] = ()
     method: str = "affine"
     symmetric: bool = False
     clip: str = "minmax"
@@ -108,6 +107,7 @@ class QuantSpec:
     centered: bool = False
     shared_groups: int = 1
     shared_parameter: str = "scale"
+    channel_order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_choice("nbits", self.nbits, NBITS)

@@ -174,6 +174,16 @@ def test_query_moments_follow_the_order(rotation):
     assert not torch.allclose(got, without, atol=1e-3)
 
 
+@pytest.mark.parametrize("size", [8, 64])
+def test_query_moments_of_another_head_size_are_refused_by_name(size):
+    moments = QueryMoments({0: torch.eye(32).expand(2, 32, 32)}, 500)
+    with pytest.raises(ValueError, match=f"`channel_order` must list the 32 channels of a head, got {size}"):
+        moments.feedback(0, QuantSpec(rotation="hadamard", channel_order=shuffled(size)))
+    for turn in (rotate, unrotate):
+        with pytest.raises(ValueError, match=f"`channel_order` must list the 32 channels of a head, got {size}"):
+            turn(torch.zeros(1, 1, 1, 32), "hadamard", shuffled(size))
+
+
 def test_guarded_layers_keep_their_order_and_are_judged_in_it():
     spec = QuantSpec(2, rotation="hadamard", channel_order=shuffled(32), rope="post")
     assert guarded(spec).channel_order == spec.channel_order

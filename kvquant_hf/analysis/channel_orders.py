@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
-from kvquant_hf.analysis.attention_error import analyze_window
+from kvquant_hf.analysis.attention_error import analyze_window, check_codes_are_read
 from kvquant_hf.analysis.candidates import SIDES
 from kvquant_hf.analysis.level_calibration import with_layers
 from kvquant_hf.analysis.measures import HeadSums
@@ -69,7 +69,7 @@ def calibrate_orders(
     """Find the order of channels in which rotated keys and values lose least.
 
     Channels are put in the order of their size, the widest first, by each of `RULES`; of these orders and that of the
-    model each layer and side gets the one with which attention is moved least.
+    model each layer and side gets the one with which attention is moved least, without `outlier_guard`.
 
     Args:
         model: Causal language model in eval mode whose attention goes through Transformers' attention interface.
@@ -84,6 +84,8 @@ def calibrate_orders(
     """
     if windows.ndim != 2 or not windows.shape[0] or windows.is_floating_point():
         raise ValueError(f"`windows` must be integers [N, T], got {list(windows.shape)} of {windows.dtype}.")
+    if windows.shape[1] != protocol.context:
+        raise ValueError(f"`windows` must have {protocol.context} tokens each, got {windows.shape[1]}.")
     cache = QuantCache(model, config)
     layers = {index: cache.quantized_layer(index) for index in cache.quantized_layers}
     wanted = {index: [side for side in SIDES if _is_rotated(getattr(layers[index].config, side))] for index in layers}
@@ -91,11 +93,16 @@ def calibrate_orders(
         raise ValueError(
             f"orders of channels need keys or values with a `rotation`, got {config.key} and {config.value}."
         )
+    for layer in layers.values():
+        if layer.config.is_quantized:
+            check_codes_are_read(layer.config, protocol)
     sizes = _sizes(model, windows, layers, wanted, progress)
     candidates: dict[str, Orders] = {NATURAL: {index: dict.fromkeys(sides, ()) for index, sides in sizes.items()}}
     for rule, width in RULES.items():
         candidates[rule] = {i: {side: _order(width(found)) for side, found in sizes[i].items()} for i in sizes}
-    settings = {rule: _with_orders(config, layers, orders) for rule, orders in candidates.items()}
+    # An order must not win by what the guard makes of it: wider keys.
+    unguarded = {index: replace(layer.config, outlier_guard=None) for index, layer in layers.items()}
+    settings = {rule: _with_orders(config, unguarded, orders) for rule, orders in candidates.items()}
     parts = []
     for window in windows:
         parts.append(analyze_window(model, window, settings, protocol))
@@ -104,7 +111,8 @@ def calibrate_orders(
     errors = {name: HeadSums.total([part[name] for part in parts]) for name in settings}
     best = {index: {side: _best(errors, candidates, index, side) for side in sides} for index, sides in sizes.items()}
     chosen = {index: {side: entry.channel_order for side, entry in sides.items()} for index, sides in best.items()}
-    return OrderCalibration(_with_orders(config, layers, chosen), best)
+    own = {index: layer.config for index, layer in layers.items()}
+    return OrderCalibration(_with_orders(config, own, chosen), best)
 
 
 def _is_rotated(spec: QuantSpec) -> bool:
@@ -151,10 +159,10 @@ def _order(width: torch.Tensor) -> tuple[int, ...]:
     return tuple(width.argsort(descending=True, stable=True).tolist())
 
 
-def _with_orders(config: KVQuantConfig, layers: Mapping[int, QuantLayer], orders: Orders) -> KVQuantConfig:
+def _with_orders(config: KVQuantConfig, layers: Mapping[int, KVQuantConfig], orders: Orders) -> KVQuantConfig:
     changed = {}
     for index, sides in orders.items():
-        old = layers[index].config
+        old = layers[index]
         new = {side: replace(getattr(old, side), channel_order=order) for side, order in sides.items()}
         changed[index] = replace(old, **new)
     return with_layers(config, changed)

@@ -173,10 +173,21 @@ def _with_levels(config: KVQuantConfig, levels: Mapping[str, SideLevels]) -> KVQ
 def with_layers(config: KVQuantConfig, settings: Mapping[int, KVQuantConfig]) -> KVQuantConfig:
     """Settings in which layers of these indices have these settings, whatever `config.layers` says of them."""
     layers: dict[int | str, Any] = {name: entry for name, entry in config.layers.items() if name not in settings}
+    # What entries for ranges and types of layers say is said again, since they may hold for these layers, too.
+    named: dict[str, set[str]] = {side: set() for side in SIDES}
+    others: set[str] = set()
+    for entry in layers.values():
+        others |= set(entry) - set(SIDES)
+        for side in SIDES:
+            named[side] |= set(entry.get(side, ()))
     for index, layer in settings.items():
         changes: dict[str, Any] = dict(changes_between(config.key, config.value, layer.key, layer.value))
+        for side in SIDES:
+            again = {name: getattr(getattr(layer, side), name) for name in sorted(named[side])}
+            if again:
+                changes[side] = again | changes.get(side, {})
         for name in ("residual_length", "sink_length", "outlier_guard"):
-            if getattr(layer, name) != getattr(config, name):
+            if name in others or getattr(layer, name) != getattr(config, name):
                 changes[name] = getattr(layer, name)
         layers[index] = changes
     return config.replace(layers=layers)

@@ -117,6 +117,33 @@ def test_layers_and_sides_of_other_settings_are_kept_as_they_are():
         assert new == dataclasses.replace(old, **{side: dataclasses.replace(getattr(old, side), channel_order=order)})
 
 
+@pytest.mark.parametrize("selector", ["0-1", "full_attention", -2])
+def test_orders_that_are_there_give_way(selector):
+    """Those of ranges and types of layers, too: what is found is what a cache gets, and the model's order is one."""
+    old = {side: {"channel_order": list(range(15, -1, -1))} for side in ("key", "value")}
+    config = KVQuantConfig.from_dict(SMALL | {"layers": {selector: {**old, "residual_length": 32}}})
+    model, windows = tiny_model("llama"), tokens(1, 100)
+    found = calibrate_orders(model, windows, config, PROTOCOL)
+    plain = config.replace(layers={selector: {"residual_length": 32}})
+    assert calibrate_orders(model, windows, plain, PROTOCOL).orders == found.orders
+    cache = QuantCache(model, found.config)
+    for index, sides in found.orders.items():
+        layer = cache.quantized_layer(index).config
+        assert layer.residual_length == (32 if selector != -2 or index == 0 else 16)
+        assert all(getattr(layer, side).channel_order == entry.channel_order for side, entry in sides.items())
+
+
+@pytest.mark.parametrize("top", [True, False])
+def test_no_order_wins_by_tripping_the_guard(top):
+    guard = {"outlier_guard": 1.4}
+    config = KVQuantConfig.from_dict(SMALL | (guard if top else {"layers": {"0-1": guard}}))
+    model, windows = tiny_model("llama"), tokens(1, 100)
+    found = calibrate_orders(model, windows, config, PROTOCOL)
+    assert found.orders == calibrate_orders(model, windows, KVQuantConfig.from_dict(SMALL), PROTOCOL).orders
+    cache = QuantCache(model, found.config)
+    assert all(cache.quantized_layer(index).config.outlier_guard == 1.4 for index in found.orders)
+
+
 @pytest.mark.parametrize(
     ("changes", "shape", "message"),
     [
@@ -127,7 +154,8 @@ def test_layers_and_sides_of_other_settings_are_kept_as_they_are():
             "need keys or values with a `rotation`",
         ),
         ({}, (100,), r"`windows` must be integers \[N, T\], got \[100\]"),
-        ({}, (1, 90), r"`window` must have shape \[100\], got \[90\]"),
+        ({}, (1, 90), r"`windows` must have 100 tokens each, got 90"),
+        ({}, (1, 0), r"`windows` must have 100 tokens each, got 0"),
         ({"residual_length": 128}, (1, 100), "No token of a window of 100 would be read from codes"),
     ],
 )

@@ -275,6 +275,18 @@ def test_layers_of_other_settings_are_calibrated_as_they_are():
     assert len(found.levels[0]["key"].levels) == 8
 
 
+def test_layers_named_by_ranges_get_their_levels_all_the_same():
+    table = [-0.9, -0.3, 0.25, 0.85]
+    config = KVQuantConfig.from_dict(SMALL | {"layers": {"0-1": {"key": {"levels": table}, "sink_length": 8}}})
+    model, windows = tiny_model("llama"), tokens(1, 100)
+    found = calibrate_levels(model, windows, config)
+    plain = calibrate_levels(model, windows, KVQuantConfig.from_dict(SMALL | {"sink_length": 8}))
+    for index, sides in found.levels.items():
+        assert sides == plain.levels[index]
+        resolved = found.config.for_layer(index, 2, "full_attention")
+        assert resolved == plain.config.for_layer(index, 2, "full_attention")
+
+
 def test_a_model_without_a_say_still_gives_levels():
     """All keys alike, no gradients at all: nothing to go by."""
     model, windows = tiny_model("llama"), tokens(1, 100)
