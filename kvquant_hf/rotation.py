@@ -139,10 +139,10 @@ def hashed(number: int) -> int:
 
 @cache
 def order_index(channel_order: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(channel of each place, place of each channel)`, `[D]`, int64."""
+    """`(channel of each place, place of each channel)`, `[D]`, int32; kept for ever."""
     with torch.inference_mode(False):
-        channels = torch.tensor(channel_order, device=device)
-        return channels, channels.argsort()
+        channels = torch.tensor(channel_order, device=device, dtype=torch.int32)
+        return channels, channels.argsort().int()
 
 
 def rotate(states: torch.Tensor, rotation: str, channel_order: tuple[int, ...] = ()) -> torch.Tensor:

@@ -42,7 +42,7 @@ from kvquant_hf.analysis import (
 from kvquant_hf.analysis.budget_markdown import PRESET, Source
 from kvquant_hf.analysis.budget_report import write_budget_report
 from kvquant_hf.analysis.candidates import SIDES
-from kvquant_hf.analysis.level_report import LevelSource, mean_ratio, write_level_report
+from kvquant_hf.analysis.level_report import CalibrationSource, mean_ratio, write_level_report
 from kvquant_hf.analysis.order_report import mean_ratio as mean_order_ratio
 from kvquant_hf.analysis.order_report import write_order_report
 from kvquant_hf.analysis.run import load_inputs, open_store, text_facts
@@ -79,6 +79,16 @@ def add_feeding(parser: argparse.ArgumentParser) -> None:
     """How caches are fed a window."""
     parser.add_argument("--prefill", type=int, default=384, help="tokens fed at once first (default %(default)s)")
     parser.add_argument("--step", type=int, default=64, help="tokens of each later piece (default %(default)s)")
+
+
+def add_quant(parser: argparse.ArgumentParser, default: str) -> None:
+    """The settings that are calibrated."""
+    parser.add_argument(
+        "--quant",
+        default=default,
+        metavar="PRESET",
+        help="preset or YAML file with all other settings, [,setting=value…] (default %(default)s)",
+    )
 
 
 # ---- budget --------------------------------------------------------------------------------------------------------
@@ -167,12 +177,7 @@ def run_budget(options: argparse.Namespace) -> int:
 
 def add_levels(parser: argparse.ArgumentParser) -> None:
     add_common(parser)
-    parser.add_argument(
-        "--quant",
-        default="kvquant3",
-        metavar="PRESET",
-        help="preset or YAML file with all other settings, [,setting=value…] (default %(default)s)",
-    )
+    add_quant(parser, "kvquant3")
     parser.add_argument("--nbits", type=int, choices=TABLE_NBITS, help="bits of codes (default: those of --quant)")
     parser.add_argument("--q-norm", action="store_true", help="levels that keep mean and standard deviation")
     parser.add_argument(
@@ -204,12 +209,7 @@ def run_levels(options: argparse.Namespace) -> int:
 
 def add_order(parser: argparse.ArgumentParser) -> None:
     add_common(parser)
-    parser.add_argument(
-        "--quant",
-        default="rotatekv2",
-        metavar="PRESET",
-        help="preset or YAML file with all other settings, [,setting=value…] (default %(default)s)",
-    )
+    add_quant(parser, "rotatekv2")
     add_feeding(parser)
     parser.set_defaults(run=run_order)
 
@@ -221,7 +221,7 @@ def run_order(options: argparse.Namespace) -> int:
     source, output, model, windows = load_source(options, options.quant)
     with tqdm(total=2 * len(windows), unit="window", disable=None) as bar:
         found = calibrate_orders(model, windows, config, protocol, bar.update)
-    report = write_order_report(found, source, output)
+    report = write_order_report(found, source, protocol, output)
     for side in SIDES:
         ratio = mean_order_ratio(found, side)
         if ratio is not None:
@@ -233,7 +233,9 @@ def run_order(options: argparse.Namespace) -> int:
 # ---- the rest ------------------------------------------------------------------------------------------------------
 
 
-def load_source(options: argparse.Namespace, quant: str) -> tuple[LevelSource, Path, PreTrainedModel, torch.Tensor]:
+def load_source(
+    options: argparse.Namespace, quant: str
+) -> tuple[CalibrationSource, Path, PreTrainedModel, torch.Tensor]:
     """What is calibrated and on what, where results go, the model, and windows `[N, T]` of the text."""
     name = model_name(resolve_model(options.model))
     device = Device(options.dtype, options.device)
@@ -242,7 +244,7 @@ def load_source(options: argparse.Namespace, quant: str) -> tuple[LevelSource, P
     )
     text = text_facts(options.text, options.start, options.windows)
     base, comma, rest = quant.partition(",")
-    source = LevelSource(name, Path(base).name + comma + rest, options.context, text, device)
+    source = CalibrationSource(name, Path(base).name + comma + rest, options.context, text, device)
     return source, options.output_path or Path("out") / f"{options.command}-{name}", model, windows
 
 

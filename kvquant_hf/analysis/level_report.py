@@ -19,7 +19,7 @@ from kvquant_hf.eval.environment import environment_line, run_environment
 
 
 @dataclass(frozen=True)
-class LevelSource:
+class CalibrationSource:
     """What was calibrated, and on what.
 
     Attributes:
@@ -37,7 +37,7 @@ class LevelSource:
     device: Device
 
 
-def write_level_report(found: LevelCalibration, source: LevelSource, output: Path) -> Path:
+def write_level_report(found: LevelCalibration, source: CalibrationSource, output: Path) -> Path:
     """Write `preset.yaml`, `report.md`, `report.json` and the plots `levels` and `errors` (PNG and SVG).
 
     Args:
@@ -74,7 +74,7 @@ def preset_text(config: KVQuantConfig, description: str, output: Path) -> str:
     )
 
 
-def description(found: LevelCalibration, source: LevelSource) -> str:
+def description(found: LevelCalibration, source: CalibrationSource) -> str:
     """One line: what the levels are and where they come from."""
     weights = "squared gradients of the loss" if found.is_weighted else "squared scales alone"
     kept = ", mean and deviation kept (Q-Norm)" * found.q_norm
@@ -115,7 +115,7 @@ def _ratio(entry: SideLevels, other: str) -> float:
     return entry.error / error if error else math.nan
 
 
-def _json(found: LevelCalibration, source: LevelSource, environment: Mapping[str, Any]) -> dict[str, Any]:
+def _json(found: LevelCalibration, source: CalibrationSource, environment: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "environment": environment,
         "model": source.model,
@@ -140,7 +140,7 @@ def _json(found: LevelCalibration, source: LevelSource, environment: Mapping[str
 
 
 def _markdown(
-    found: LevelCalibration, source: LevelSource, environment: Mapping[str, Any], sides: list[str]
+    found: LevelCalibration, source: CalibrationSource, environment: Mapping[str, Any], sides: list[str]
 ) -> list[str]:
     text = source.text
     lines = ["# Calibrated levels", "", "![levels](levels.png)", ""]

@@ -9,18 +9,20 @@ from typing import Any
 from kvquant_hf.analysis.budget_markdown import PRESET, windows_of
 from kvquant_hf.analysis.candidates import SIDES
 from kvquant_hf.analysis.channel_orders import MEASURE_OF, NATURAL, RULES, OrderCalibration, SideOrder
-from kvquant_hf.analysis.level_report import LevelSource, preset_text
+from kvquant_hf.analysis.level_report import CalibrationSource, preset_text
 from kvquant_hf.analysis.measures import ERRORS
 from kvquant_hf.eval.artifacts import write_json, write_text
 from kvquant_hf.eval.environment import environment_line, run_environment
+from kvquant_hf.eval.score import Protocol
 
 
-def write_order_report(found: OrderCalibration, source: LevelSource, output: Path) -> Path:
+def write_order_report(found: OrderCalibration, source: CalibrationSource, protocol: Protocol, output: Path) -> Path:
     """Write `preset.yaml`, `report.md`, `report.json` and the plot `errors` (PNG and SVG).
 
     Args:
         found: The orders.
         source: What they were made from.
+        protocol: How caches were fed.
         output: Where the files go.
 
     Returns:
@@ -37,12 +39,12 @@ def write_order_report(found: OrderCalibration, source: LevelSource, output: Pat
     save(curves(panels, xs, "layer", "error ÷ that of the model's order", log=False), output / "errors")
     environment = run_environment(source.device.device)
     write_text(output / PRESET, preset_text(found.config, description(found, source), output))
-    write_json(output / "report.json", _json(found, source, environment))
-    write_text(output / "report.md", "\n".join(_markdown(found, source, environment)))
+    write_json(output / "report.json", _json(found, source, protocol, environment))
+    write_text(output / "report.md", "\n".join(_markdown(found, source, protocol, environment)))
     return output / "report.md"
 
 
-def description(found: OrderCalibration, source: LevelSource) -> str:
+def description(found: OrderCalibration, source: CalibrationSource) -> str:
     """One line: what the orders are and where they come from."""
     sides = " and ".join(f"{side}s" for side in _sides(found))
     return (
@@ -71,12 +73,14 @@ def _ratios(found: OrderCalibration, side: str, rule: str) -> list[float]:
     return [_ratio(sides[side], rule) if side in sides else math.nan for sides in found.orders.values()]
 
 
-def _json(found: OrderCalibration, source: LevelSource, environment: Mapping[str, Any]) -> dict[str, Any]:
+def _json(
+    found: OrderCalibration, source: CalibrationSource, protocol: Protocol, environment: Mapping[str, Any]
+) -> dict[str, Any]:
     return {
         "environment": environment,
         "model": source.model,
         "settings": source.settings,
-        "protocol": {"context": source.context, **asdict(source.device)},
+        "protocol": {**asdict(protocol), **asdict(source.device)},
         "text": source.text,
         "description": description(found, source),
         "preset": found.config.to_dict(),
@@ -87,12 +91,15 @@ def _json(found: OrderCalibration, source: LevelSource, environment: Mapping[str
     }
 
 
-def _markdown(found: OrderCalibration, source: LevelSource, environment: Mapping[str, Any]) -> list[str]:
+def _markdown(
+    found: OrderCalibration, source: CalibrationSource, protocol: Protocol, environment: Mapping[str, Any]
+) -> list[str]:
     text = source.text
     lines = ["# Orders of channels", "", "![errors](errors.png)", ""]
     lines += [
         f"{description(found, source)}, from character {text['offset']} (sha256 {text['sha256'][:12]}), "
-        f"{source.device.dtype}. Settings in [`{PRESET}`]({PRESET}).",
+        f"prefill {protocol.prefill}, then steps of {protocol.step}, {source.device.dtype}. Settings in "
+        f"[`{PRESET}`]({PRESET}).",
         "",
         *(f"- {side}s: {ERRORS[MEASURE_OF[side]].definition}." for side in _sides(found)),
         "",

@@ -275,16 +275,18 @@ def test_layers_of_other_settings_are_calibrated_as_they_are():
     assert len(found.levels[0]["key"].levels) == 8
 
 
-def test_layers_named_by_ranges_get_their_levels_all_the_same():
-    table = [-0.9, -0.3, 0.25, 0.85]
-    config = KVQuantConfig.from_dict(SMALL | {"layers": {"0-1": {"key": {"levels": table}, "sink_length": 8}}})
-    model, windows = tiny_model("llama"), tokens(1, 100)
-    found = calibrate_levels(model, windows, config)
-    plain = calibrate_levels(model, windows, KVQuantConfig.from_dict(SMALL | {"sink_length": 8}))
-    for index, sides in found.levels.items():
-        assert sides == plain.levels[index]
-        resolved = found.config.for_layer(index, 2, "full_attention")
-        assert resolved == plain.config.for_layer(index, 2, "full_attention")
+def test_layers_that_differ_from_their_range_stay_as_they_are():
+    """Layer 1 has the keys of the whole cache again, which the entry for both must not take from it."""
+    layers = {"0-1": {"key": {"nbits": 3}, "sink_length": 8}, 1: {"key": {"nbits": 2}, "sink_length": 4}}
+    config = KVQuantConfig.from_dict(SMALL | {"layers": layers})
+    found = calibrate_levels(tiny_model("llama"), tokens(1, 100), config)
+    for index, nbits in ((0, 3), (1, 2)):
+        old, new = (each.for_layer(index, 2, "full_attention") for each in (config, found.config))
+        assert len(found.levels[index]["key"].levels) == 2**nbits
+        changes = {
+            side: dataclasses.replace(getattr(old, side), levels=e.levels) for side, e in found.levels[index].items()
+        }
+        assert new == dataclasses.replace(old, **changes)
 
 
 def test_a_model_without_a_say_still_gives_levels():

@@ -32,7 +32,9 @@ def test_orders_from_command_to_preset(
     report = read_json(out / "report.json")
     assert report["model"] == "tiny-llama" and report["settings"] == "rotatekv2,residual_length=16"
     assert set(report["orders"]) == {"0", "1"} and {"versions", "commit"} <= set(report["environment"])
-    assert report["text"]["windows"] == 2 and report["protocol"]["context"] == 200
+    assert report["text"]["windows"] == 2 and tuple(
+        report["protocol"][name] for name in ("context", "prefill", "step")
+    ) == (200, 100, 50)
     assert [round(report["mean_error_ratios"][side], 3) for side in ("key", "value")] == ratios
 
     plain = yaml.safe_load((out / "preset.yaml").read_text())

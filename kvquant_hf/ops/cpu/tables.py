@@ -59,13 +59,7 @@ def sign_table(spec: "QuantSpec", head_dim: int) -> torch.Tensor | None:
 def order_table(spec: "QuantSpec") -> torch.Tensor | None:
     """Channel of each place before they were mixed, `[head_dim]`, int32, or `None`; kept for ever."""
     is_ordered = spec.is_quantized and spec.channel_order
-    return _places(spec.channel_order) if is_ordered else None
-
-
-@cache
-def _places(channel_order: tuple[int, ...]) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return order_index(channel_order, torch.device("cpu"))[0].int()
+    return order_index(spec.channel_order, torch.device("cpu"))[0] if is_ordered else None
 
 
 def level_table(spec: "QuantSpec") -> torch.Tensor | None:

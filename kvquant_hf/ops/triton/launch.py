@@ -200,7 +200,7 @@ def combine_arguments(
         "partial_lse": partial_lse,
         "output": output,
         "signs": signs(value_dim, output.device) if has_signs else partial_lse,
-        "order": _places(spec.channel_order, output.device) if has_order else partial_lse,
+        "order": order_index(spec.channel_order, output.device)[0] if has_order else partial_lse,
         "num_splits": partial.shape[3] - 1,
         "rows": partial.shape[2],
         "query_length": output.shape[2],
@@ -213,13 +213,6 @@ def combine_arguments(
         "SIGNS": has_signs,
         "ORDER": has_order,
     }
-
-
-@cache
-def _places(channel_order: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Channel of each place, `[DV]`, int32."""
-    with torch.inference_mode(False):
-        return order_index(channel_order, device)[0].int()
 
 
 def _keeps_to_blocks(view: "KVView") -> bool:

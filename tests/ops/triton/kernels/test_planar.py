@@ -80,7 +80,7 @@ CASES = [
     ("ordered-post-rope", 150, both({**TOKENS, "rotation": "hadamard", **ORDER32}, {}, rotation=None)),
     ("ordered-grouped-heads", 150, both({**TOKENS, "rotation": "grouped_heads", **ORDER32}, TOKENS, H=4)),
     ("ordered-outliers", 150, both({"outliers": 0.01, "rotation": "hadamard", **ORDER32}, {}, rotation=None)),
-    ("ordered-values", 150, both({}, {**TOKENS, "rotation": "hadamard", **ORDER32})),
+    ("ordered-values", 150, both({"levels": "gaussian"}, {**TOKENS, "rotation": "hadamard", **ORDER32})),
     ("ordered-values-signs", 150, both({}, {"rotation": "hadamard_signs", **ORDER32}, q_len=3, G=2)),
     ("ordered-values-d40", 150, both({}, {**TOKENS, "rotation": "hadamard", **ORDER40}, DV=40, mask="bool")),
     ("ordered-both", 150, both({"rotation": "hadamard", **ORDER32}, {"rotation": "grouped_heads", **ORDER32}, H=2)),
