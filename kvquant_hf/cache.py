@@ -20,6 +20,7 @@ from kvquant_hf.other_layers import drop_views
 from kvquant_hf.padding import padding_of_mask, padding_of_positions, repeated_padding
 from kvquant_hf.query_moments import QueryMoments, moments_of
 from kvquant_hf.rope_probe import find_rotations
+from kvquant_hf.rotation import check_rotations
 
 # What a saved cache and the model that continues it must agree on, as the model's config names it.
 _MODEL_FACTS = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -47,8 +48,8 @@ class QuantCache(Cache):
         overrides: Top-level fields of `KVQuantConfig`, such as `residual_length=64` or `key={"nbits": 8}`.
 
     Raises:
-        ValueError: A setting is unknown or not allowed, the model has no layer that can be quantized, or the query
-            moments are not those of such a model.
+        ValueError: A setting is unknown or not allowed, a rotation or an order of channels does not serve the heads of
+            a layer, the model has no layer that can be quantized, or the query moments are not those of such a model.
         FileNotFoundError: There is no file with query moments where the settings say so.
     """
 
@@ -82,6 +83,7 @@ class QuantCache(Cache):
         self._whole_heads = {i: rotations[i].num_heads for i in self._quant_layers}
         for i in self._quant_layers:
             layer_config = self.quant_config.for_layer(i, len(layers), self.layer_types[i])
+            check_rotations(layer_config, rotations[i].head_dims, i)
             if layer_config.outlier_guard is not None:
                 guarded(layer_config.key)  # refuses what it cannot widen before there is anything to lose
             moments = self.query_moments if layer_config.key.is_quantized else None

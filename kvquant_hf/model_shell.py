@@ -38,6 +38,7 @@ class ShellRun:
         keys: Keys of the first head by layer, `[P, head_dim]`, float32; only layers that handed keys to the cache.
         values: Likewise the second tensor handed to the cache.
         num_heads: Key/value heads by layer.
+        head_dims: Size of a key and of a value vector, by layer.
         tables: The distinct `inv_freq` buffers of the model at the end of the run, each one-dimensional, float32.
         error: What stopped the run before its end, or `None`.
     """
@@ -46,6 +47,7 @@ class ShellRun:
     keys: dict[int, torch.Tensor] = field(default_factory=dict)
     values: dict[int, torch.Tensor] = field(default_factory=dict)
     num_heads: dict[int, int] = field(default_factory=dict)
+    head_dims: dict[int, tuple[int, int]] = field(default_factory=dict)
     tables: list[torch.Tensor] = field(default_factory=list)
     error: Exception | None = None
 
@@ -161,6 +163,7 @@ class _Recorder(DynamicCache):
             self._run.values[layer_idx] = _first_head(value_states)
             if key_states.ndim == 4:
                 self._run.num_heads[layer_idx] = key_states.shape[1]
+                self._run.head_dims[layer_idx] = key_states.shape[-1], value_states.shape[-1]
         if self._layers is not None and self._run.keys.keys() >= set(self._layers):
             raise _AllRecorded
         return key_states, value_states

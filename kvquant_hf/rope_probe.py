@@ -51,12 +51,14 @@ class LayerRope:
             nothing to undo.
         num_heads: Key/value heads that the whole model hands to the cache, or `None` where its code could not be run.
             A process of a tensor-parallel model holds fewer.
+        head_dims: Size of a key and of a value vector in the cache, or `None` likewise.
     """
 
     rotation: KeyRotation | None
     reason: str
     established: bool
     num_heads: int | None = field(default=None, compare=False)
+    head_dims: tuple[int, int] | None = field(default=None, compare=False)
 
 
 _NO_ROTARY = LayerRope(None, "no rotary embedding", True)
@@ -131,7 +133,10 @@ def _examine(config: PreTrainedConfig, model_class: "type[PreTrainedModel]") -> 
     except Exception as error:
         return [_not_established(_describe(error))] * int(config.num_hidden_layers)
     layers = [_NOPE if known and layer is _NO_ROTARY else layer for layer in layers]
-    return [replace(layer, num_heads=run.num_heads.get(layer_idx)) for layer_idx, layer in enumerate(layers)]
+    return [
+        replace(layer, num_heads=run.num_heads.get(layer_idx), head_dims=run.head_dims.get(layer_idx))
+        for layer_idx, layer in enumerate(layers)
+    ]
 
 
 def _original_lengths(config: PreTrainedConfig) -> list[int]:

@@ -5,6 +5,9 @@ from functools import cache
 
 import torch
 
+from kvquant_hf.config import KVQuantConfig
+from kvquant_hf.spec import QuantSpec
+
 # Rotations within a head: as `q·k = (qR)·(kR)`, attention may leave them in and rotate queries and outputs instead.
 FOLDABLE = ("hadamard", "hadamard_signs")
 # Most heads that are mixed; RotateKV's group.
@@ -47,6 +50,35 @@ def check_channel_order(channel_order: tuple[int, ...], head_dim: int) -> None:
             f"`channel_order` must list the {head_dim} channels of a head, got {len(channel_order)}: orders are made "
             "for one model and one side."
         )
+
+
+def check_rotation(spec: QuantSpec, head_dim: int) -> None:
+    """Raise if one side is to be quantized in a rotation that does not serve heads of this size.
+
+    Raises:
+        ValueError: See `check_head_dim` and `check_channel_order`.
+    """
+    if spec.is_quantized:
+        check_head_dim(spec.rotation, head_dim)
+        check_channel_order(spec.channel_order, head_dim)
+
+
+def check_rotations(config: KVQuantConfig, head_dims: tuple[int, int] | None, layer_idx: int) -> None:
+    """Raise if the rotations of one layer do not serve its heads.
+
+    Args:
+        config: Settings of the layer.
+        head_dims: Size of its key and value vectors, `None` where that is not known before it is fed.
+        layer_idx: The layer, for the message.
+
+    Raises:
+        ValueError: A side has a rotation, or an order of channels, for heads of another size.
+    """
+    for name, spec, head_dim in zip(("key", "value"), (config.key, config.value), head_dims or (), strict=False):
+        try:
+            check_rotation(spec, head_dim)
+        except ValueError as error:
+            raise ValueError(f"Layer {layer_idx}, `{name}`: {error}") from error
 
 
 def check_head_groups(rotation: str, num_heads: int, whole: int | None) -> None:

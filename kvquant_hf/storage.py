@@ -17,7 +17,7 @@ from kvquant_hf.quantizers import (
     quantizer_of,
     split_codes,
 )
-from kvquant_hf.rotation import FOLDABLE, check_channel_order, check_head_dim, rotate_bounded
+from kvquant_hf.rotation import FOLDABLE, check_rotation, rotate_bounded
 from kvquant_hf.spec import EXTRA_BITS, QuantSpec
 
 _BLOCK_CHUNK = 4
@@ -56,9 +56,7 @@ class BlockStore:
         partners: torch.Tensor | None = None,
     ) -> None:
         self.spec = spec
-        if spec.is_quantized:
-            check_head_dim(spec.rotation, head_dim)
-            check_channel_order(spec.channel_order, head_dim)
+        check_rotation(spec, head_dim)
         self.partners = partners
         self.feedback = feedback if spec.is_quantized else None
         self.block_length = block_length

@@ -236,3 +236,20 @@ def test_an_order_needs_a_rotation_and_the_size_of_the_heads():
     assert layer.get_seq_length() == 0
     BlockStore(QuantSpec(16, rotation="hadamard", channel_order=shuffled(16)), 32, 32, torch.float32)
     assert QuantSpec(rotation="hadamard", channel_order=[1, 0]).channel_order == (1, 0)
+
+
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_caches_refuse_orders_of_another_size_before_any_layer_is_fed(side):
+    model = tiny_model("deepseek_v3")
+    right = {"key": 32, "value": 16}  # of latents and rotated parts
+    settings = {name: {"rotation": "hadamard", "rope": "post"} for name in right}
+
+    def cache_with(size: int) -> QuantCache:
+        order = {side: {"channel_order": list(shuffled(size))}}
+        return QuantCache(model.config, {**settings, "layers": {1: order}})
+
+    wrong = 48 - right[side]
+    message = f"Layer 1, `{side}`: `channel_order` must list the {right[side]} channels of a head, got {wrong}"
+    with pytest.raises(ValueError, match=message):
+        cache_with(wrong)
+    fed(model, cache_with(right[side]), torch.ones(1, 200, dtype=torch.long), 100)

@@ -201,6 +201,16 @@ def test_frequencies_are_those_of_the_model(family: str) -> None:
         assert layer.rotation.long_inv_freq is None
 
 
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_head_sizes_are_those_the_cache_gets(family: str) -> None:
+    model = tiny_model(family)
+    with torch.no_grad():
+        cache = model(torch.ones(1, 3, dtype=torch.long), use_cache=True).past_key_values
+    stored = [layer for layer in cache.layers if layer.keys is not None]
+    found = [layer.head_dims for layer in find_rotations(model.config)]
+    assert found == [(layer.keys.shape[-1], layer.values.shape[-1]) for layer in stored]
+
+
 @pytest.mark.parametrize("rope_type", ["linear", "yarn", "llama3"])
 def test_scaled_frequencies_differ_from_plain_ones(rope_type: str) -> None:
     config = FAMILIES[f"llama-{rope_type}"]()
