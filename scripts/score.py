@@ -235,7 +235,7 @@ def score_model(
     return ModelScores(model_name(resolved), scores, bits, divergence), configs
 
 
-def run(options: argparse.Namespace) -> tuple[list[ModelScores], dict[str, object]]:
+def run(options: argparse.Namespace) -> dict[str, object]:
     if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise ValueError(
             f"scores are computed by one process, got {processes} (WORLD_SIZE). Start one command for each device, "
@@ -255,7 +255,7 @@ def run(options: argparse.Namespace) -> tuple[list[ModelScores], dict[str, objec
         tokens = scored.scores[REFERENCE].tokens
         print(f"{scored.model}, {options.dtype}, {len(windows)} windows of {options.context} tokens, {tokens} scored")
         print(table(scored))
-    return measured, {
+    return {
         "environment": run_environment(options.device),
         "protocol": {
             "context": options.context,
@@ -274,7 +274,7 @@ def run(options: argparse.Namespace) -> tuple[list[ModelScores], dict[str, objec
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
-        measured, report = run(options)
+        report = run(options)
     except (ValueError, ImportError, OSError) as error:
         print(f"score.py: {error}", file=sys.stderr)
         return 1
@@ -282,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_json(options.json, report)
         print(f"Written to {options.json}", file=sys.stderr)
     if options.report:
-        print(f"Report: {write_score_report(options.report, measured, report)}", file=sys.stderr)
+        print(f"Report: {write_score_report(options.report, report)}", file=sys.stderr)
     return 0
 
 

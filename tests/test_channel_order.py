@@ -12,6 +12,7 @@ from kvquant_hf import KVQuantConfig, QuantCache, QuantSpec, QueryMoments
 from kvquant_hf.guard import guarded, imbalance, storage_of_keys
 from kvquant_hf.layer import QuantLayer
 from kvquant_hf.ops import cpu, reference, triton
+from kvquant_hf.rope_probe import find_rotations
 from kvquant_hf.rotation import hadamard, hadamard_of_heads, rotate, rotate_bounded, signs, unrotate
 from kvquant_hf.spec import ROTATIONS
 from kvquant_hf.storage import BlockStore
@@ -241,14 +242,15 @@ def test_an_order_needs_a_rotation_and_the_size_of_the_heads():
 @pytest.mark.parametrize("side", ["key", "value"])
 def test_caches_refuse_orders_of_another_size_before_any_layer_is_fed(side):
     model = tiny_model("deepseek_v3")
-    right = {"key": 32, "value": 16}  # of latents and rotated parts
+    right = dict(zip(("key", "value"), find_rotations(model.config)[1].head_dims, strict=True))
+    assert right["key"] != right["value"]
     settings = {name: {"rotation": "hadamard", "rope": "post"} for name in right}
 
     def cache_with(size: int) -> QuantCache:
         order = {side: {"channel_order": list(shuffled(size))}}
         return QuantCache(model.config, {**settings, "layers": {1: order}})
 
-    wrong = 48 - right[side]
+    wrong = sum(right.values()) - right[side]
     message = f"Layer 1, `{side}`: `channel_order` must list the {right[side]} channels of a head, got {wrong}"
     with pytest.raises(ValueError, match=message):
         cache_with(wrong)

@@ -1,6 +1,6 @@
 """Figures of reports, each as PNG and SVG. Needs matplotlib (the `eval` extra)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ _STYLE: Any = {
 _PANEL, _LARGE_PANEL = (4.6, 3.4), (7.0, 5.0)
 _CROWD = 8  # points of a panel from which on it is a large one
 _LINES, _LINE_HEIGHT = 5, 0.18  # names that a legend holds within its panel, and inches of one below it
+_COLOURS, _LINE_STYLES = 10, ("-", "--", ":")  # of matplotlib's own cycle
 _DECADES = 30  # largest over smallest value beyond which `dots` turns to a logarithmic scale
 
 
@@ -86,10 +87,11 @@ def quality_against_size(
         crowded = max(map(len, panels.values()), default=0) > _CROWD
         figure, axes = _panels(len(panels), columns=2 if crowded else 3, size=_LARGE_PANEL if crowded else _PANEL)
         shown = [[point for point in points if point.value > 0 or not log] for points in panels.values()]
+        looks = _looks(point.name for points in panels.values() for point in points)
         for ax, title, points in zip(axes, panels, shown, strict=True):
             if log:
                 ax.set_yscale("log")
-            _draw_points(ax, points)
+            _draw_points(ax, points, looks)
             ax.set(title=title, xlabel="bits per value", ylabel=label)
             if front:
                 best = pareto_front([(point.bits, point.value) for point in points])
@@ -115,7 +117,15 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
     return front
 
 
-def _draw_points(ax: Axes, points: Sequence[Point]) -> None:
+def _looks(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Colour and line style by name, the same in all panels; styles tell names of one colour apart."""
+    return {
+        name: (f"C{place % _COLOURS}", _LINE_STYLES[place // _COLOURS % len(_LINE_STYLES)])
+        for place, name in enumerate(dict.fromkeys(names))
+    }
+
+
+def _draw_points(ax: Axes, points: Sequence[Point], looks: Mapping[str, tuple[str, str]]) -> None:
     for point in points:
         if point.is_reference:
             ax.axhline(point.value, color="black", linewidth=1, linestyle="--", label=point.name)
@@ -124,7 +134,8 @@ def _draw_points(ax: Axes, points: Sequence[Point]) -> None:
             continue
         low, high = point.interval or (point.value, point.value)
         errors = [[max(point.value - low, 0.0)], [max(high - point.value, 0.0)]]
-        ax.errorbar(point.bits, point.value, yerr=errors, fmt="o", markersize=4, capsize=2, linewidth=1)
+        colour, _ = looks[point.name]
+        ax.errorbar(point.bits, point.value, yerr=errors, fmt="o", color=colour, markersize=4, capsize=2, linewidth=1)
     ax.margins(x=0.2, y=0.15)  # room for the names
     if any(point.is_reference for point in points):
         ax.legend(fontsize=7)
@@ -173,9 +184,11 @@ def curves(
     size = (_LARGE_PANEL[0], _PANEL[1] + _LINE_HEIGHT * (most + 3)) if below else _PANEL
     with matplotlib.rc_context(_STYLE):
         figure, axes = _panels(len(panels), columns=2 if below else 3, size=size)
+        looks = _looks(name for lines in panels.values() for name in lines)
         for ax, (title, lines) in zip(axes, panels.items(), strict=True):
             for name, values in lines.items():
-                ax.plot(xs, values, marker=".", linewidth=1, label=_short(name))
+                colour, style = looks[name]
+                ax.plot(xs, values, color=colour, linestyle=style, marker=".", linewidth=1, label=_short(name))
             ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
             if log and any(value > 0 for values in lines.values() for value in values):
                 ax.set_yscale("log")

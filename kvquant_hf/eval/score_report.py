@@ -23,6 +23,13 @@ PARETO_PLOTS = (
     ("pareto_perplexity", "bits_per_value_quantized", "ratio", "perplexity over the dense cache's"),
     ("pareto_top1", "bits_per_value_quantized", "top1", "share of likeliest tokens that change"),
 )
+# What a report of several models compares them by: figure of a row, title and form.
+SUMMARIES = (
+    ("kl", "KL to the dense cache", ".5f"),
+    ("ratio", "Perplexity over the dense cache's", ".4f"),
+    ("top1", "Share of likeliest tokens that stay", ".3f"),
+)
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -109,13 +116,13 @@ def _diverges(found: Mapping[str, Any] | None) -> str:
     return f">{found['tokens']}" if 2 * found["never"] > len(found["first"]) else f"{found['median']:.0f}"
 
 
-def write_score_report(directory: Path, measured: Sequence[ModelScores], report: Mapping[str, Any]) -> Path:
+def write_score_report(directory: Path, report: Mapping[str, Any]) -> Path:
     """Write `report.md`, `report.json` and the plots of `PARETO_PLOTS` and `curves` (PNG and SVG).
 
     Args:
         directory: Where they go.
-        measured: The models, in order.
-        report: What goes into the JSON file; its `protocol`, `texts` and `environment` are told in words, too.
+        report: What goes into the JSON file. Its `results` are rows of `ModelScores.rows`; its `protocol`, its `texts`
+            and its `environment` (or `environments`, of several runs) are told in words, too.
 
     Returns:
         Path of the markdown report.
@@ -123,31 +130,40 @@ def write_score_report(directory: Path, measured: Sequence[ModelScores], report:
     # Imported here: scoring itself does without matplotlib.
     from kvquant_hf.eval.plots import curves, quality_against_size, save
 
+    models = rows_by_model(report["results"])
     for name, size, metric, label in PARETO_PLOTS:
         log = metric != "ratio"
-        figure = quality_against_size(_points(measured, size, metric), label, log=log, front=True)
+        figure = quality_against_size(_points(models, size, metric), label, log=log, front=True)
         save(figure, directory / name)
     lines = {
-        models.model: {row["quant"]: row["curves"]["kl"] for row in models.rows() if row["quant"] != REFERENCE}
-        for models in measured
+        model: {row["quant"]: row["curves"]["kl"] for row in rows if row["quant"] != REFERENCE}
+        for model, rows in models.items()
     }
     options = report["protocol"]
     protocol = Protocol(options["context"], options["prefill"], options["step"])
     middles = [(first + end) / 2 for first, end in protocol.bins()]
     save(curves(lines, middles, "position, tokens", "KL to the dense cache, nats", log=True), directory / "curves")
     write_json(directory / "report.json", report)
-    write_text(directory / "report.md", "\n".join(_markdown(measured, report)))
+    write_text(directory / "report.md", "\n".join(_markdown(models, report)))
     return directory / "report.md"
 
 
-def _points(measured: Sequence[ModelScores], size: str, metric: str) -> dict[str, list["Point"]]:
+def rows_by_model(results: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows of `ModelScores.rows` by model, in order."""
+    models: dict[str, list[Row]] = {}
+    for row in results:
+        models.setdefault(row["model"], []).append(row)
+    return models
+
+
+def _points(models: Mapping[str, Sequence[Row]], size: str, metric: str) -> dict[str, list["Point"]]:
     """Points of a Pareto plot by model; caches without a quantized part have no place where sizes are those of it."""
     from kvquant_hf.eval.plots import Point
 
     points: dict[str, list[Point]] = {}
-    for models in measured:
-        drawn = points.setdefault(models.model, [])
-        for row in models.rows():
+    for model, rows in models.items():
+        drawn = points.setdefault(model, [])
+        for row in rows:
             if row[size] is None:
                 continue
             value, interval = row[metric], row["intervals"][metric]
@@ -157,24 +173,28 @@ def _points(measured: Sequence[ModelScores], size: str, metric: str) -> dict[str
     return points
 
 
-def _summary(measured: Sequence[ModelScores]) -> list[str]:
-    """KL of every cache on every model, smallest quantized part first."""
-    rows = {models.model: {row["quant"]: row for row in models.rows()} for models in measured}
-    first = next(iter(rows.values()))
-    names = sorted(
-        (name for name, row in first.items() if row["bits_per_value_quantized"] is not None),
-        key=lambda name: float(first[name]["bits_per_value_quantized"]),
-    )
-    lines = ["", "## KL to the dense cache", "", "| cache | bits (q) | " + " | ".join(rows) + " |"]
-    lines += ["| --- " * (2 + len(rows)) + "|"]
-    for name in names:
-        cells = [f"{scores[name]['kl']:.5f}" for scores in rows.values()]
-        lines += [f"| `{name}` | {first[name]['bits_per_value_quantized']:.2f} | " + " | ".join(cells) + " |"]
-    return [*lines, "", f"Bits are those of {next(iter(rows))}."]
+def _summary(models: Mapping[str, Sequence[Row]], metric: str, title: str, form: str) -> list[str]:
+    """A figure of every cache on every model, smallest quantized part first."""
+    found = {model: {row["quant"]: row for row in rows} for model, rows in models.items()}
+    bits: dict[str, float] = {}
+    for rows in found.values():
+        for name, row in rows.items():
+            if row["bits_per_value_quantized"] is not None:
+                bits.setdefault(name, row["bits_per_value_quantized"])
+    lines = ["", f"## {title}", "", "| cache | bits (q) | " + " | ".join(found) + " |"]
+    lines += ["| --- " * (2 + len(found)) + "|"]
+    for name in sorted(bits, key=bits.__getitem__):
+        cells = [f"{rows[name][metric]:{form}}" if name in rows else "-" for rows in found.values()]
+        lines += [f"| `{name}` | {bits[name]:.2f} | " + " | ".join(cells) + " |"]
+    return [
+        *lines,
+        "",
+        f"Bits are those of {next(iter(found))}, or of the first model that was scored with the cache.",
+    ]
 
 
-def _markdown(measured: Sequence[ModelScores], report: Mapping[str, Any]) -> list[str]:
-    protocol, environment = report["protocol"], report["environment"]
+def _markdown(models: Mapping[str, Sequence[Row]], report: Mapping[str, Any]) -> list[str]:
+    protocol = report["protocol"]
     texts = "; ".join(
         f"{text['chunks']} windows of {text['text']} from character {text['offset']} (sha256 {text['sha256'][:12]})"
         for text in report["texts"]
@@ -187,17 +207,21 @@ def _markdown(measured: Sequence[ModelScores], report: Mapping[str, Any]) -> lis
         "`bits` count everything that the cache of a 16-bit model holds, `(q)` the part stored as codes. Intervals "
         "are 95 % bootstrap intervals over windows. `diverges` is the median number of equal greedy tokens.",
     ]
-    if len(measured) > 1:
-        lines += _summary(measured)
-    for models in measured:
-        lines += ["", f"## {models.model}", ""]
+    if len(models) > 1:
+        for metric, title, form in SUMMARIES:
+            lines += _summary(models, metric, title, form)
+    for model, rows in models.items():
+        lines += ["", f"## {model}", ""]
         lines += ["| cache | bits | bits (q) | perplexity | ratio [95 %] | KL [95 %] | top-1 [95 %] | diverges |"]
         lines += ["| --- " * 8 + "|"]
-        lines += [_markdown_row(row) for row in models.rows()]
-    return [*lines, "", environment_line(environment), ""]
+        lines += [_markdown_row(row) for row in rows]
+    environments = report["environments"] if "environments" in report else [report["environment"]]
+    for line in dict.fromkeys(environment_line(environment) for environment in environments):
+        lines += ["", line]
+    return [*lines, ""]
 
 
-def _markdown_row(row: Mapping[str, Any]) -> str:
+def _markdown_row(row: Row) -> str:
     quantized, intervals = row["bits_per_value_quantized"], row["intervals"]
     cells = (
         f"`{row['quant']}`",
