@@ -1,15 +1,10 @@
 """What the command lines of both benchmarks have in common."""
 
-import argparse
-
 from _report import usable_cpus
 
+from kvquant_hf.eval.arguments import positive
 
-def positive(text: str) -> int:
-    """An integer of at least 1, for `argparse`."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
-    return int(text)
+__all__ = ["check_threads", "positive"]
 
 
 def check_threads(threads: int) -> None:

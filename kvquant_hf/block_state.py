@@ -4,6 +4,7 @@ import torch
 
 from kvquant_hf.packing import PlanarLayout
 from kvquant_hf.quantizers import check_places
+from kvquant_hf.quantizers.promoted import number_dtype
 from kvquant_hf.spec import EXTRA_BITS, QuantSpec
 
 
@@ -30,8 +31,10 @@ def check_state(state: dict[str, torch.Tensor], spec: QuantSpec, block_length: i
         if tuple(tensor.shape) != shape:
             raise ValueError(f"stored `{name}` must have the shape {shape}, got {tuple(tensor.shape)}.")
     if "promoted" in state and state["promoted"].numel():
-        channels = state["promoted"].long()
-        if int(channels.max()) >= head_dim or bool((channels.diff(dim=-1) <= 0).any()):
+        channels, dtype = state["promoted"].long(), number_dtype(head_dim)
+        if state["promoted"].dtype != dtype:
+            raise ValueError(f"stored `promoted` must be of {dtype}, got {state['promoted'].dtype}.")
+        if int(channels.min()) < 0 or int(channels.max()) >= head_dim or bool((channels.diff(dim=-1) <= 0).any()):
             raise ValueError(f"stored `promoted` must be ascending channels below {head_dim}.")
     if "outlier_index" in state:
         check_places(state["outlier_index"], block_length * head_dim)

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -70,12 +71,36 @@ class KVQuantConfig:
             _check_selector(selector)
             check_keys(f"layers[{selector!r}]", override, _OF_LAYERS)
             frozen[selector] = _freeze(override)
-            self._overridden(override)
+            self._check_override(frozen.values())
         object.__setattr__(self, "layers", MappingProxyType(frozen))
 
-    def __hash__(self) -> int:
+    def _check_override(self, entries: Iterable[Mapping[str, Any]]) -> None:
+        """Raise if the last of these overrides goes neither with these settings nor with what all of them make."""
+        *_, last = entries = tuple(entries)
+        try:
+            self._overridden(last)
+        except ValueError:
+            # It may rest on what an earlier entry sets for the same layers. Where none does, `for_layer` raises.
+            try:
+                reduce(KVQuantConfig._overridden, entries, self)
+            except ValueError:
+                pass
+            else:
+                return
+            raise
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, KVQuantConfig):
+            return NotImplemented
+        return self._identity() == other._identity()
+
+    def _identity(self) -> tuple[Any, ...]:
+        """Everything that counts, the order of `layers` too: later entries win."""
         plain = (self.key, self.value, self.residual_length, self.sink_length, self.backend, self.query_moments)
-        return hash((*plain, self.outlier_guard, repr(self.layers)))
+        return (*plain, self.outlier_guard, tuple((selector, _thaw(entry)) for selector, entry in self.layers.items()))
+
+    def __hash__(self) -> int:
+        return hash((self.key, self.value, self.residual_length, self.sink_length, tuple(self.layers)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A mapping proxy cannot be pickled; the plain form can.

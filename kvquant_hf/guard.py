@@ -2,7 +2,9 @@
 
 A runtime check instead of a calibration: the first block of keys that a layer quantizes tells how its channels are
 spread, and by that, once, how the keys of the layer are stored. Nothing is quantized twice, and a layer that the guard
-widens holds exactly what a cache with those settings for that layer would hold.
+widens holds exactly what a cache with those settings for that layer would hold. Queries have no say: a cache gets the
+keys of a prompt before attention gets its queries, and quantizes them then. What queries make of errors is measured
+offline (`scripts/calibrate.py`, `scripts/query_moments.py`).
 """
 
 from dataclasses import replace

@@ -72,6 +72,8 @@ def fill_row_sinks(sinks: torch.Tensor, states: torch.Tensor, padding: torch.Ten
         first: Slot of the first new token.
     """
     tokens = states.shape[2]
+    if not tokens:
+        return
     wanted = padding[:, None] + torch.arange(sinks.shape[2], device=padding.device) - first  # [B, S]
     arrived = ((wanted >= 0) & (wanted < tokens))[:, None, :, None]
     index = wanted.clamp(0, tokens - 1)[:, None, :, None].expand_as(sinks)

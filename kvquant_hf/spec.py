@@ -32,6 +32,11 @@ NORM_METHODS = ("turboquant", "turboquant_prod")
 _INNER_TOKENS, _INNER_GROUPS = 128, 4
 
 
+def channel_number_bits(head_dim: int) -> int:
+    """Bits in which the number of a promoted channel is stored."""
+    return 8 if head_dim <= 2**8 else 16
+
+
 @dataclass(frozen=True)
 class QuantSpec:
     """How one kind of tensor, keys or values, is stored.
@@ -68,7 +73,8 @@ class QuantSpec:
             `affine`, with levels of any kind, without promoted channels.
         metadata_nbits: Bits per scale and per zero point; 8 bits are relative to numbers that the groups of a block
             and head share (`kvquant_hf.quantizers.second_level`). For affine codes of even levels, and for symmetric
-            ones of `e2m1`, whose scales are then numbers of `e4m3` (NVFP4, `kvquant_hf.quantizers.nvfp4`).
+            ones of `e2m1`, whose scales are then numbers of `e4m3` (NVFP4, `kvquant_hf.quantizers.nvfp4`). Bytes have
+            no NaN: what is not finite becomes finite numbers of no meaning, in its token or channel alone.
         centered: Whether `method: variance_normalized` takes the mean of each group out before it normalizes, and
             stores it in place of the zero point (KVarN's optional centering). For asymmetric codes, which are even
             about that mean then.
@@ -278,7 +284,8 @@ class QuantSpec:
             groups = -(-row // self.group_size)
             return 16.0 * sum(self.num_stored(name, groups) for name in SHARED_PARAMETERS) / row
         if self.granularity == "per_channel":
-            numbers = 8.0 * self.num_promoted(head_dim) / head_dim / (block_length or self.token_group)
+            numbers = channel_number_bits(head_dim) * self.num_promoted(head_dim) / head_dim
+            numbers /= block_length or self.token_group
             return 16.0 * words / self.group_size + 16.0 * self.has_factor / head_dim + numbers + shared
         factor = 16.0 * self.has_factor / (block_length or self.token_group)
         return 16.0 * words * -(-head_dim // self.group_size) / head_dim + factor + shared

@@ -47,6 +47,7 @@ from kvquant_hf.analysis.order_report import mean_ratio as mean_order_ratio
 from kvquant_hf.analysis.order_report import write_order_report
 from kvquant_hf.analysis.run import load_inputs, open_store, text_facts
 from kvquant_hf.eval import Protocol, parse_quant
+from kvquant_hf.eval.arguments import new_directory, positive, usable_device
 from kvquant_hf.eval.models import model_name, resolve_model
 from kvquant_hf.spec import TABLE_NBITS
 
@@ -70,9 +71,9 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--windows", type=int, default=2, help="windows of the text (default %(default)s)")
     parser.add_argument("--context", type=int, default=512, help="tokens of a window (default %(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1: safe on a shared machine)")
-    parser.add_argument("--output_path", type=Path, metavar="DIR", help="default out/COMMAND-MODEL")
+    parser.add_argument("--device", type=usable_device, default="cpu")
+    parser.add_argument("--threads", type=positive, default=1, help="CPU threads (default 1, for shared machines)")
+    parser.add_argument("--output_path", type=new_directory, metavar="DIR", help="default out/COMMAND-MODEL")
 
 
 def add_feeding(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +106,7 @@ def whole(text: str) -> int:
 def add_budget(parser: argparse.ArgumentParser) -> None:
     add_common(parser)
     add_feeding(parser)
-    parser.add_argument("--queries", type=int, default=128, help="attention of the last so many queries of a window")
+    parser.add_argument("--queries", type=positive, default=128, help="attention of a window's last so many queries")
     limits = parser.add_argument_group(
         "budget, exactly one", "an error with the least size, or a size with the least error"
     )

@@ -29,6 +29,7 @@ from transformers.utils import logging
 from kvquant_hf import QuantCache
 from kvquant_hf._compat import cache_kwargs
 from kvquant_hf.eval import held_bits, load_text, parse_quant, run_environment
+from kvquant_hf.eval.arguments import usable_device
 
 DENSE = "DynamicCache"
 DEFAULT_MODEL = "smollm2-135m"
@@ -100,7 +101,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=96, help="most tokens to generate (default %(default)s)")
     parser.add_argument("--min-new-tokens", type=int, default=64, help="fewest (default %(default)s)")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=usable_device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--attn", default="sdpa", metavar="NAME", help="attention implementation (default sdpa)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: the CPUs that are idle)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write everything to this file")

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvquant_hf.eval.arguments import new_directory
 from kvquant_hf.eval.score_join import join_reports
 from kvquant_hf.eval.score_report import write_score_report
 
@@ -20,11 +21,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "reports", type=Path, nargs="+", metavar="REPORT", help="directories of reports, or their JSON"
     )
-    parser.add_argument("--report", type=Path, required=True, metavar="DIR", help="where the joint report goes")
+    parser.add_argument("--report", type=new_directory, required=True, metavar="DIR", help="where the joint one goes")
     options = parser.parse_args(arguments)
     try:
         report = join_reports(options.reports)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"join_scores.py: {error}", file=sys.stderr)
         return 1
     print(f"Report: {write_score_report(options.report, report)}", file=sys.stderr)

@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from kvquant_hf import QueryMoments
 from kvquant_hf.eval import load_text, token_windows
+from kvquant_hf.eval.arguments import positive, usable_device
 from kvquant_hf.eval.models import model_name, resolve_model
 
 
@@ -32,16 +33,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--windows", type=int, nargs="+", default=[4], help="windows of each text (default 4)")
     parser.add_argument("--context", type=int, default=1024, help="tokens of a window (default %(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1: safe on a shared machine)")
+    parser.add_argument("--device", type=usable_device, default="cpu")
+    parser.add_argument("--threads", type=positive, default=1, help="CPU threads (default 1, for shared machines)")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="safetensors file to write")
     options = parser.parse_args(arguments)
     if len(options.windows) == 1:
         options.windows *= len(options.text)
     if len(options.windows) != len(options.text):
         parser.error(f"{len(options.windows)} numbers of --windows for {len(options.text)} --text")
-    if options.threads < 1:
-        parser.error(f"--threads must be at least 1, got {options.threads}")
     return options
 
 

@@ -43,6 +43,7 @@ from kvquant_hf.eval import (
     score_windows,
     token_windows,
 )
+from kvquant_hf.eval.arguments import new_directory, positive, usable_device
 from kvquant_hf.eval.artifacts import write_json
 from kvquant_hf.eval.bits import as_decided, model_shapes
 from kvquant_hf.eval.divergence import Divergence, first_divergence, greedy_text
@@ -95,9 +96,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, default=256, help="tokens fed at once first (default %(default)s)")
     parser.add_argument("--step", type=int, default=64, help="tokens of each later piece (default %(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", type=usable_device, default="cpu")
     parser.add_argument("--attn", default="sdpa", metavar="NAME", help="attention implementation (default sdpa)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1: safe on a shared machine)")
+    parser.add_argument("--threads", type=positive, default=1, help="CPU threads (default 1, for shared machines)")
     parser.add_argument(
         "--divergence",
         type=int,
@@ -105,7 +106,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="also find where greedy text after each prefill leaves the dense cache's, looking at N tokens",
     )
-    parser.add_argument("--report", type=Path, metavar="DIR", help="also write a report with plots; resumable")
+    parser.add_argument("--report", type=new_directory, metavar="DIR", help="also write report and plots; resumable")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write everything to this file")
     options = parser.parse_args(arguments)
     if len(options.start) > len(options.text):

@@ -229,3 +229,31 @@ def test_metadata_bits_count_short_groups():
     assert QuantSpec(4, "per_token", 32).metadata_bits(80) == pytest.approx(32 * 3 / 80)
     assert QuantSpec(4, "per_token", 32, symmetric=True).metadata_bits(64) == 0.5
     assert QuantSpec(16, "per_token", 32).metadata_bits(64) == 0.0
+
+
+def test_an_override_may_rest_on_an_earlier_one():
+    order = list(range(16))[::-1]
+    turned, ordered = {"key": {"rotation": "hadamard"}}, {"key": {"channel_order": order}}
+    config = KVQuantConfig(layers={"0-1": turned, 0: ordered})
+    keys = [config.for_layer(layer, 2, "full_attention").key for layer in (0, 1)]
+    assert [spec.channel_order for spec in keys] == [tuple(order), ()]
+    assert {spec.rotation for spec in keys} == {"hadamard"}
+    assert KVQuantConfig.from_dict(config.to_dict()) == config
+    # Where it comes first, or for a layer that the other one does not select, it has nothing to rest on.
+    with pytest.raises(ValueError, match="`channel_order` must be"):
+        KVQuantConfig(layers={0: ordered, "0-1": turned})
+    apart = KVQuantConfig(layers={1: turned, 0: ordered})
+    with pytest.raises(ValueError, match="`channel_order` must be"):
+        apart.for_layer(0, 2, "full_attention")
+
+
+def test_configs_are_equal_where_they_mean_the_same():
+    first, second = {0: {"key": {"nbits": 8}}}, {"0-1": {"key": {"nbits": 2, "group_size": 16}}}
+    config = KVQuantConfig(layers=first | second)
+    same = KVQuantConfig(layers={0: {"key": {"nbits": 8}}, "0-1": {"key": {"group_size": 16, "nbits": 2}}})
+    assert config == same and hash(config) == hash(same)
+    other = KVQuantConfig(layers=second | first)
+    assert config != other
+    assert config.for_layer(0, 2, "full_attention").key.nbits == 2
+    assert other.for_layer(0, 2, "full_attention").key.nbits == 8
+    assert config != config.replace(outlier_guard=8.0) and config != "k4v4"

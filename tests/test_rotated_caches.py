@@ -102,7 +102,7 @@ def test_contents_do_not_depend_on_the_cuts(rotation, granularity, padding):
 
 
 def assert_cuts_change_nothing(config: KVQuantConfig, padding: list[int] | None) -> None:
-    """Keys before RoPE, fed at once and in pieces, in four heads of 32 channels, with what generation does to rows."""
+    """Keys before RoPE, four heads of 32 channels, fed at once or in pieces, some empty, with operations on rows."""
     states = torch.randn(2, 2, 4, 120, 32, generator=torch.Generator().manual_seed(0))
     held = []
     for cut in (120, 1, 17):
@@ -111,6 +111,7 @@ def assert_cuts_change_nothing(config: KVQuantConfig, padding: list[int] | None)
             layer.set_padding(torch.tensor(padding))
         for piece in states.split(cut, dim=3):
             layer.update(*piece)
+            layer.update(*piece[:, :, :, :0])  # nothing
         layer.batch_repeat_interleave(2)
         layer.crop(-70)
         layer.batch_select_indices(torch.tensor([2, 1]))

@@ -8,10 +8,10 @@ from typing import Any
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.eval.artifacts import read_json
 from kvquant_hf.eval.score import REFERENCE
-from kvquant_hf.eval.score_report import Row, rows_by_model
+from kvquant_hf.eval.score_report import Row, environments_of, rows_by_model
 
 REPORT = "report.json"
-_PARTS = ("protocol", "bits_dtype", "texts", "configs", "environment", "results")
+_PARTS = ("protocol", "bits_dtype", "texts", "configs", "results")
 _SAME = ("protocol", "bits_dtype", "texts")
 # Perplexities of one dense model on one text in runs of different machines or versions of torch.
 _REFERENCE_TOLERANCE = 1e-3
@@ -21,7 +21,7 @@ def join_reports(paths: Sequence[Path]) -> dict[str, Any]:
     """One report of what several hold.
 
     Args:
-        paths: JSON reports of `scripts/score.py`, or directories that hold one.
+        paths: JSON reports of `scripts/score.py` or of this function, or directories that hold one.
 
     Returns:
         A report for `write_score_report`: rows by model in the order they are met, the dense cache of each model once;
@@ -33,6 +33,8 @@ def join_reports(paths: Sequence[Path]) -> dict[str, Any]:
             score a cache of a model twice, or disagree about a dense model.
     """
     files = [path / REPORT if path.is_dir() else path for path in paths]
+    if len(set(files)) < len(files):
+        raise ValueError(f"`paths` must name each report once, got {[str(file) for file in files]}.")
     reports = {file: _read(file) for file in files}
     first = files[0]
     configs: dict[str, Any] = {}
@@ -52,7 +54,7 @@ def join_reports(paths: Sequence[Path]) -> dict[str, Any]:
             _add(models.setdefault(model, {}), rows, file)
     return {
         **{name: reports[first][name] for name in _SAME},
-        "environments": [report["environment"] for report in reports.values()],
+        "environments": [found for report in reports.values() for found in environments_of(report)],
         "configs": configs,
         "results": [row for rows in models.values() for row in rows.values()],
     }

@@ -156,6 +156,11 @@ def rows_by_model(results: Sequence[Row]) -> dict[str, list[Row]]:
     return models
 
 
+def environments_of(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What a report's runs ran on: several of a joint one."""
+    return list(report["environments"]) if "environments" in report else [report["environment"]]
+
+
 def _points(models: Mapping[str, Sequence[Row]], size: str, metric: str) -> dict[str, list["Point"]]:
     """Points of a Pareto plot by model; caches without a quantized part have no place where sizes are those of it."""
     from kvquant_hf.eval.plots import Point
@@ -215,8 +220,7 @@ def _markdown(models: Mapping[str, Sequence[Row]], report: Mapping[str, Any]) ->
         lines += ["| cache | bits | bits (q) | perplexity | ratio [95 %] | KL [95 %] | top-1 [95 %] | diverges |"]
         lines += ["| --- " * 8 + "|"]
         lines += [_markdown_row(row) for row in rows]
-    environments = report["environments"] if "environments" in report else [report["environment"]]
-    for line in dict.fromkeys(environment_line(environment) for environment in environments):
+    for line in dict.fromkeys(map(environment_line, environments_of(report))):
         lines += ["", line]
     return [*lines, ""]
 

@@ -19,6 +19,9 @@ class FileStore:
         path: The file; made if it is not there. A line that was cut off is left out.
         setting: What decides the numbers besides the configuration: model, protocol, types, versions.
         configurations: What decides those of each configuration, by its name.
+
+    Raises:
+        ValueError: A line of the file is no record; it is named.
     """
 
     def __init__(self, path: Path, setting: Mapping[str, Any], configurations: Mapping[str, Any]) -> None:
@@ -27,10 +30,9 @@ class FileStore:
         self._configurations = configurations
         self._known: dict[str, Any] = {}
         if path.is_file():
-            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), 1):
                 if line.endswith("\n"):
-                    row = json.loads(line)
-                    self._known[row["key"]] = row["value"]
+                    key, self._known[key] = _record(line, f"{path}, line {number}")
             self._mend()
 
     def _mend(self) -> None:
@@ -73,6 +75,16 @@ class FileStore:
     def put_divergence(self, name: str, window: torch.Tensor, tokens: int, first: int) -> None:
         """Keep it."""
         self.put_item(f"divergence {tokens}", name, window, first)
+
+
+def _record(line: str, place: str) -> tuple[str, Any]:
+    try:
+        row = json.loads(line)
+        return row["key"], row["value"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{place} is no record of a score ({error}); remove the line, and it is measured anew."
+        ) from error
 
 
 def _in_order(configuration: Any) -> Any:

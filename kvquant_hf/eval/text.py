@@ -17,10 +17,13 @@ def load_text(path: str | Path) -> str:
 
     Raises:
         FileNotFoundError: There is no such file.
-        UnicodeDecodeError: It is not UTF-8.
+        ValueError: It is not UTF-8; the file is named.
     """
-    with Path(path).open(encoding="utf-8", newline="") as file:
-        text = file.read()
+    try:
+        with Path(path).open(encoding="utf-8", newline="") as file:
+            text = file.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text: {error}") from error
     if not text.startswith(_WIKITEXT_HEAD):
         return text.replace("\r\n", "\n")
     return "\n\n".join("" if line == " \n" else line for line in text.splitlines(keepends=True))

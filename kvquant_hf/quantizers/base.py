@@ -34,7 +34,8 @@ class QuantizedGroups:
             `scale`; `None` for symmetric codes, whose zero point follows from the scale.
         factor: `[..., length]`, one number per element of a row, the same for all rows of a block: per token for keys
             whose rows are channels, per channel for values whose rows are tokens. `None`: 1.
-        promoted: `[..., P]`, uint8, ascending: rows whose codes have two more bits, below `2 ** (nbits + 2)`.
+        promoted: `[..., P]`, uint8 (int16 beyond 256 rows), ascending: rows with codes of two more bits, below
+            `2 ** (nbits + 2)`.
         outliers: Entries that are these values, whatever their codes say.
         second_level: `[..., 1 + listed]`: what scales and zero points are relative to where these are uint8
             (`kvquant_hf.quantizers.second_level`, for `e2m1` codes `kvquant_hf.quantizers.nvfp4`).

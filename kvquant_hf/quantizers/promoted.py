@@ -4,7 +4,7 @@ import torch
 
 from kvquant_hf.quantizers.affine import AffineQuantizer
 from kvquant_hf.quantizers.base import QuantizedGroups
-from kvquant_hf.spec import EXTRA_BITS, QuantSpec
+from kvquant_hf.spec import EXTRA_BITS, QuantSpec, channel_number_bits
 
 
 class PromotedQuantizer:
@@ -50,7 +50,7 @@ class PromotedQuantizer:
         return self._plain.dequantize(groups)
 
     def widest(self, groups: torch.Tensor) -> torch.Tensor:
-        """Rows to promote, `[..., P]`, uint8, ascending, of groups `[..., rows, groups, n]`."""
+        """Rows to promote, `[..., P]` of `number_dtype`, ascending, of groups `[..., rows, groups, n]`."""
         # The widest group counts: a maximum depends on no order, as a sum would.
         spread = (groups.amax(-1) - groups.amin(-1)).amax(-1)
         if self._partners is not None:
@@ -58,7 +58,12 @@ class PromotedQuantizer:
             spread = spread.square() + other.square()
         count = self._spec.num_promoted(groups.shape[-3])
         order = spread.argsort(dim=-1, descending=True, stable=True)[..., :count]
-        return order.sort(dim=-1).values.to(torch.uint8)
+        return order.sort(dim=-1).values.to(number_dtype(groups.shape[-3]))
+
+
+def number_dtype(rows: int) -> torch.dtype:
+    """Dtype of the numbers of that many rows."""
+    return {8: torch.uint8, 16: torch.int16}[channel_number_bits(rows)]
 
 
 def split_codes(codes: torch.Tensor, promoted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,11 +1,16 @@
 """What a scoring run is told: settings as one word, texts, places in them, windows."""
 
+from argparse import ArgumentTypeError
+from pathlib import Path
+
 import pytest
 import torch
 import yaml
 
 from kvquant_hf import KVQuantConfig
 from kvquant_hf.eval import load_text, locate, parse_quant, run_environment, token_windows
+from kvquant_hf.eval.arguments import new_directory, positive, usable_device
+from kvquant_hf.eval.score_store import FileStore
 
 
 def test_preset_with_settings():
@@ -46,6 +51,45 @@ def test_other_text_is_left_alone(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes("Ünïcode\r\n\r\n = no title = \n".encode())
     assert load_text(path) == "Ünïcode\n\n = no title = \n"
+
+
+def test_text_that_is_not_utf8_is_named(tmp_path):
+    path = tmp_path / "latin.txt"
+    path.write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"latin\.txt is no UTF-8 text"):
+        load_text(path)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", ""])
+def test_counts_are_at_least_one(text):
+    assert positive("12") == 12
+    with pytest.raises(ArgumentTypeError, match="must be an integer >= 1"):
+        positive(text)
+
+
+@pytest.mark.parametrize("text", ["nowhere", "cuda:97", "xla"])
+def test_devices_that_are_not_there_are_named(text):
+    assert usable_device("cpu") == "cpu"
+    with pytest.raises(ArgumentTypeError, match=f"must be a device that can be used here, got '{text}': "):
+        usable_device(text)
+
+
+def test_results_go_to_no_file(tmp_path):
+    assert new_directory(str(tmp_path)) == tmp_path and new_directory("not/there") == Path("not/there")
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ArgumentTypeError, match="must be a directory or a path where nothing is yet, got the file"):
+        new_directory(str(file))
+
+
+@pytest.mark.parametrize("line", ["garbage", "[]", '{"key": "a"}'])
+def test_records_that_are_none_are_named(tmp_path, line):
+    path = tmp_path / "chunks.jsonl"
+    path.write_text(f'{{"key": "b", "value": 1}}\n{line}\n')
+    with pytest.raises(ValueError, match=r"chunks\.jsonl, line 2 is no record of a score"):
+        FileStore(path, {}, {})
+    path.write_text('{"key": "b", "value": 1}\n{"key": "a", "val')  # cut off
+    FileStore(path, {}, {})
 
 
 def test_places():

@@ -114,6 +114,33 @@ def test_stores_give_back_what_the_quantizer_made():
     assert torch.equal(again.read(1, 4), want[:, :, 1:4])
 
 
+@pytest.mark.parametrize("head_dim", [256, 258, 512, 576])
+def test_heads_of_any_size_promote_their_widest_channels(head_dim):
+    """Latents of DeepSeek's models have 512 channels: their numbers need more than a byte."""
+    spec = QuantSpec(nbits=2, promoted=0.25)
+    states = torch.randn(2, 3, 5, L, head_dim, generator=torch.Generator().manual_seed(0))
+    wide = torch.arange(head_dim - spec.num_promoted(head_dim), head_dim)
+    states[..., wide] *= 50
+    store = BlockStore(spec, L, head_dim, torch.float32)
+    for part in states.split(2, dim=2):
+        store.append(store.encode(part))
+    state = store.state()
+    assert torch.equal(state["promoted"].long(), wide.expand(2, 3, 5, -1))
+    parts = store.bytes_by_part()
+    bits = 8 * (parts["codes"] + parts["scales"] + parts["zero_points"]) / states.numel()
+    assert bits == pytest.approx(spec.bits_per_value(head_dim), abs=1e-12)
+    off = (store.read(0, 5) - states).abs()
+    ranges = states.amax(-2) - states.amin(-2)
+    half_steps = (ranges / torch.where(torch.arange(head_dim) >= wide[0], 15, 3) / 2)[..., None, :]
+    assert (off <= 1.05 * half_steps + 1e-6).all()
+    again = BlockStore(spec, L, head_dim, torch.float32)
+    again.load_state(state)
+    assert torch.equal(again.read(0, 5), store.read(0, 5))
+    dtype = torch.uint8 if head_dim > 256 else torch.int16
+    with pytest.raises(ValueError, match=r"stored `promoted` must be of torch\.(int16|uint8), got"):
+        again.load_state(state | {"promoted": state["promoted"].to(dtype)})
+
+
 def test_damaged_channel_numbers_are_named():
     spec = QuantSpec(nbits=2, promoted=0.25)
     store = BlockStore(spec, L, D, torch.float32)

@@ -65,6 +65,23 @@ def test_rows_of_all_reports_come_together(reports: list[Path], tmp_path: Path) 
     assert all((tmp_path / f"pareto_quantized.{kind}").stat().st_size > 0 for kind in ("png", "svg"))
 
 
+def test_a_joint_report_can_be_joined(reports: list[Path], tmp_path: Path) -> None:
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    assert join_scores.main([str(reports[0]), str(reports[1]), "--report", first]) == 0
+    assert join_scores.main([first, str(reports[2]), "--report", second]) == 0
+    joint, parts = (json.loads((path / "report.json").read_text()) for path in (Path(second), Path(first)))
+    assert len(joint["environments"]) == 3 and len(joint["results"]) == len(parts["results"]) + 1
+
+
+def test_a_report_named_twice_is_refused(
+    reports: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        join_scores.main([str(reports[0]), str(reports[0] / "report.json"), "--report", str(tmp_path / "joint")]) == 1
+    )
+    assert "`paths` must name each report once" in capsys.readouterr().err
+
+
 def test_reports_of_older_settings_join(reports: list[Path], tmp_path: Path) -> None:
     """A setting that a report does not know yet has its default."""
     older = changed(reports[1], tmp_path, lambda report: report["configs"].popitem()[1]["key"].pop("channel_order"))
