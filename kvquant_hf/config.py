@@ -100,7 +100,8 @@ class KVQuantConfig:
         return (*plain, self.outlier_guard, tuple((selector, _thaw(entry)) for selector, entry in self.layers.items()))
 
     def __hash__(self) -> int:
-        return hash((self.key, self.value, self.residual_length, self.sink_length, tuple(self.layers)))
+        plain = (self.key, self.value, self.residual_length, self.sink_length, self.backend, self.query_moments)
+        return hash((*plain, self.outlier_guard, tuple(self.layers)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A mapping proxy cannot be pickled; the plain form can.
