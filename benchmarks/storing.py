@@ -6,7 +6,8 @@
 
 `block` is one block as decoding fills it, `prompt` 32 blocks at once; both in µs per token of one layer, keys and
 values together. `+q` are keys rounded by query moments (random ones: the time does not depend on their values). A
-cache pays it once per token, beside the steps that `generate.py` times as a whole.
+cache pays it once per token, beside the steps that `generate.py` times as a whole. Of settings that differ by layer, as
+calibrated ones do, those of layer 0 are timed.
 """
 
 import argparse
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
         names = options.quant or [name for name in list_presets() if name != "dense"]
-        configs = {name: parse_quant(name) for name in names}
+        configs = {name: parse_quant(name).for_layer(0, 1, "full_attention") for name in names}
         check_threads(options.threads)
         torch.set_num_threads(options.threads)
         _, heads, head_dim = options.sizes
