@@ -6,8 +6,8 @@
 
 `block` is one block as decoding fills it, `prompt` 32 blocks at once; both in µs per token of one layer, keys and
 values together. `+q` are keys rounded by query moments (random ones: the time does not depend on their values). A
-cache pays it once per token, beside the steps that `generate.py` times as a whole. Of settings that differ by layer, as
-calibrated ones do, those of layer 0 are timed.
+cache pays it once per token, beside the steps that `generate.py` times as a whole. Of settings that differ by layer
+those of layer 0 are timed.
 """
 
 import argparse
