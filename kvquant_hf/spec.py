@@ -81,9 +81,10 @@ class QuantSpec:
         levels: What codes stand for before scale and zero point: evenly spaced numbers (`uniform`), the levels of
             least squared error for a `gaussian` or `laplace` density (2 to 4 bits), or the numbers of a floating-point
             format, `e4m3` and `e5m2` (8 bits; the latter loses), `e2m1` (4 bits). A tuple (in YAML a list) of
-            `2 ** nbits` ascending numbers is a table of its own (2 to 4 bits), in units in which the range of a group goes from -1 to 1:
-            KVQuant's calibrated `nuq` levels (section 3.3), which `scripts/calibrate.py levels` finds. Such a table
-            belongs to the settings and is counted in no bits per value: 16 numbers a layer and side at most.
+            `2 ** nbits` ascending numbers is a table of its own (2 to 4 bits), in units in which the range of a group
+            goes from -1 to 1: KVQuant's calibrated `nuq` levels (section 3.3), which `scripts/calibrate.py levels`
+            finds. Such a table belongs to the settings and is counted in no bits per value: 16 numbers a layer and
+            side at most.
             `symmetric` drops the zero point of any of them.
         shared_groups: Consecutive groups of a row that share one of their two parameters; the last ones of a row may
             be fewer (`kvquant_hf.quantizers.shared_groups`). For affine, asymmetric codes of even levels with
