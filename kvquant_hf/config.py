@@ -92,16 +92,15 @@ class KVQuantConfig:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, KVQuantConfig):
             return NotImplemented
-        return self._identity() == other._identity()
-
-    def _identity(self) -> tuple[Any, ...]:
-        """Everything that counts, the order of `layers` too: later entries win."""
-        plain = (self.key, self.value, self.residual_length, self.sink_length, self.backend, self.query_moments)
-        return (*plain, self.outlier_guard, tuple((selector, _thaw(entry)) for selector, entry in self.layers.items()))
+        # In order: later entries win.
+        mine, theirs = ([(key, _thaw(entry)) for key, entry in config.layers.items()] for config in (self, other))
+        return self._of_all_layers() == other._of_all_layers() and mine == theirs
 
     def __hash__(self) -> int:
-        plain = (self.key, self.value, self.residual_length, self.sink_length, self.backend, self.query_moments)
-        return hash((*plain, self.outlier_guard, tuple(self.layers)))
+        return hash((self._of_all_layers(), tuple(self.layers)))
+
+    def _of_all_layers(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, item.name) for item in fields(self) if item.name != "layers")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A mapping proxy cannot be pickled; the plain form can.

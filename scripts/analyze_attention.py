@@ -25,7 +25,7 @@ from kvquant_hf.analysis import Ablation, Device, Measured, load_ablation, measu
 from kvquant_hf.analysis.measures import ERRORS
 from kvquant_hf.analysis.report import write_report
 from kvquant_hf.eval import Protocol, parse_quant
-from kvquant_hf.eval.arguments import positive, usable_device
+from kvquant_hf.eval.arguments import new_directory, positive, usable_device
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -47,7 +47,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--device", type=usable_device, default="cpu")
     parser.add_argument("--threads", type=positive, default=1, help="CPU threads (default 1, for shared machines)")
-    parser.add_argument("--output_path", type=Path, metavar="DIR", help="default out/NAME")
+    parser.add_argument("--output_path", type=new_directory, metavar="DIR", help="default out/NAME")
     options = parser.parse_args(arguments)
     if options.quant:
         for name in ("models", "text"):
