@@ -35,7 +35,8 @@ def kvquant_attention_forward(
     Args:
         module: The attention module.
         query: `[B, H_q, q_len, D]`.
-        key: `[B, H, T, D]`: `LazyKV` where a quantized history exists, a plain tensor in a first prefill.
+        key: `[B, H, T, D]`: `LazyKV` where a quantized history exists or a guard wants to see the queries, a plain
+            tensor in a first prefill otherwise.
         value: `[B, H, T, D_v]`, likewise.
         attention_mask: `[B|1, H_q|1, q_len, T]`, boolean or additive, or `None`.
         dropout: Must be 0 where the history is quantized.
@@ -53,6 +54,10 @@ def kvquant_attention_forward(
         raise ValueError(f"`attn_implementation='kvquant'` does not support {named}; use 'sdpa' or 'eager'.")
     if kwargs.get("output_attentions"):
         raise ValueError("`attn_implementation='kvquant'` does not support `output_attentions=True`; use 'eager'.")
+    if isinstance(key, LazyKV) and is_lazy_pair(key, value):
+        key.show(query, scaling)
+        if key.is_given:  # a prompt attends to itself exactly
+            key, value = key.to_dense(), cast(LazyKV, value).to_dense()
     if not isinstance(key, LazyKV):
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

@@ -84,12 +84,17 @@ class QuantCache(Cache):
         for i in self._quant_layers:
             layer_config = self.quant_config.for_layer(i, len(layers), self.layer_types[i])
             check_rotations(layer_config, rotations[i].head_dims, i)
-            if layer_config.outlier_guard is not None:
+            if layer_config.has_guard:
                 guarded(layer_config.key)  # refuses what it cannot widen before there is anything to lose
             moments = self.query_moments if layer_config.key.is_quantized else None
             feedback = None if moments is None else moments.feedback(i, layer_config.key)
             layers[i] = QuantLayer(
-                layer_config, rotations[i].rotation, rotations[i].reason, feedback, self._whole_heads[i]
+                layer_config,
+                rotations[i].rotation,
+                rotations[i].reason,
+                feedback,
+                self._whole_heads[i],
+                rotations[i].scaling,
             )
         self._fresh_layers = {i: copy.deepcopy(layer) for i, layer in enumerate(layers) if i not in self._quant_layers}
         self.model_facts = {name: getattr(text_config, name, None) for name in _MODEL_FACTS}
@@ -248,7 +253,7 @@ class QuantCache(Cache):
 
     @property
     def guarded_layers(self) -> tuple[int, ...]:
-        """Indices of the layers whose keys the outlier guard stores in more bits, ascending."""
+        """Indices of the layers whose keys a guard stores in more bits, ascending."""
         return tuple(i for i in self._quant_layers if cast(QuantLayer, self.layers[i]).is_guarded)
 
     def quantized_layer(self, layer_idx: int) -> QuantLayer:

@@ -74,11 +74,11 @@ def _single(value: float) -> float:
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
-def check_threshold(name: str, value: object) -> None:
-    """Raise unless `value` is `None` or a finite number ≥ 1."""
+def check_threshold(name: str, value: object, least: float) -> None:
+    """Raise unless `value` is `None` or a finite number ≥ `least`."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if value is not None and not (is_number and 1 <= cast(float, value) < math.inf):
-        raise ValueError(f"`{name}` must be a finite number >= 1 or None, got {value!r}.")
+    if value is not None and not (is_number and least <= cast(float, value) < math.inf):
+        raise ValueError(f"`{name}` must be a finite number >= {least:g} or None, got {value!r}.")
 
 
 def check_length(name: str, value: object) -> None:

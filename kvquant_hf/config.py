@@ -17,7 +17,7 @@ from kvquant_hf.spec import QuantSpec
 BACKENDS = ("auto", "dense", "torch", "cpu", "triton")
 
 # What single layers may have otherwise.
-_OF_LAYERS = ("key", "value", "residual_length", "sink_length", "outlier_guard")
+_OF_LAYERS = ("key", "value", "residual_length", "sink_length", "outlier_guard", "attention_guard")
 _RANGE = re.compile(r"^\s*(-?\d+)\s*(?:-\s*(\d+)\s*)?$")
 _LAYER_TYPE = re.compile(r"^[a-z][a-z0-9_]*$")
 T = TypeVar("T")
@@ -43,6 +43,8 @@ class KVQuantConfig:
         outlier_guard: Keys of a layer get 4 bits instead of 2 or 3, or 8 instead of 4, where the widest channel of
             the first block is more than this many times as wide as the median one (`kvquant_hf.guard`); `None` gives
             all layers what `key` says.
+        attention_guard: The same where the first block, stored as `key` says, moves the attention of the last tokens
+            before it is quantized by more than this, in nats. With `outlier_guard` both limits have to be exceeded.
     """
 
     key: QuantSpec = field(default_factory=lambda: QuantSpec(granularity="per_channel"))
@@ -53,6 +55,7 @@ class KVQuantConfig:
     layers: Mapping[int | str, Mapping[str, Any]] = field(default_factory=dict)
     query_moments: str | None = None
     outlier_guard: float | None = None
+    attention_guard: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("key", "value"):
@@ -61,7 +64,8 @@ class KVQuantConfig:
         check_length("residual_length", self.residual_length)
         check_length("sink_length", self.sink_length)
         check_choice("backend", self.backend, BACKENDS)
-        check_threshold("outlier_guard", self.outlier_guard)
+        check_threshold("outlier_guard", self.outlier_guard, 1)
+        check_threshold("attention_guard", self.attention_guard, 0)
         if self.query_moments is not None and not isinstance(self.query_moments, str):
             raise ValueError(f"`query_moments` must be the path of a file or None, got {self.query_moments!r}.")
         if not isinstance(self.layers, Mapping):
@@ -120,6 +124,15 @@ class KVQuantConfig:
     def is_quantized(self) -> bool:
         """Whether keys or values are stored as codes."""
         return self.key.is_quantized or self.value.is_quantized
+
+    @property
+    def has_guard(self) -> bool:
+        """Whether the first block decides how keys are stored (`kvquant_hf.guard`)."""
+        return self.key.is_quantized and (self.outlier_guard is not None or self.attention_guard is not None)
+
+    def without_guards(self) -> "KVQuantConfig":
+        """These settings of a single layer with keys stored as `key` says, whatever they look like."""
+        return replace(self, outlier_guard=None, attention_guard=None)
 
     def nominal_bits(self, head_dim: int) -> float:
         """Bits per value of the quantized part, 16-bit metadata included, mean of keys and values."""
@@ -186,6 +199,7 @@ class KVQuantConfig:
             "layers": layers,
             "query_moments": self.query_moments,
             "outlier_guard": self.outlier_guard,
+            "attention_guard": self.attention_guard,
         }
 
     @classmethod

@@ -1,12 +1,13 @@
-"""The outlier guard: layers whose keys have extreme channels are stored in more bits.
+"""The guards: layers whose keys two bits serve badly are stored in more.
 
-A runtime check instead of a calibration: the first block of keys that a layer quantizes tells how its channels are
-spread, and by that, once, how the keys of the layer are stored. Nothing is quantized twice, and a layer that the guard
-widens holds exactly what a cache with those settings for that layer would hold. Queries have no say: a cache gets the
-keys of a prompt before attention gets its queries, and quantizes them then. What queries make of errors is measured
-offline (`scripts/calibrate.py`, `scripts/query_moments.py`).
+Runtime checks instead of a calibration. The first block of keys that a layer quantizes tells, once, how all keys of
+the layer are stored: by how unevenly its channels are spread (`outlier_guard`), by how far its error moves the
+attention of the last queries before it is quantized (`attention_guard`), or by both. A layer that is widened holds
+exactly what a cache with those settings for that layer would hold.
 """
 
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -19,6 +20,12 @@ from kvquant_hf.spec import NORM_METHODS, QuantSpec
 
 # Bits of a code, plain and guarded.
 _WIDER = {2: 4, 3: 4, 4: 8}
+_UNSEEN = (
+    "`attention_guard` has no say where attention does not show the cache its queries (flash attention, models that "
+    "expand what they store, keys that are fed without attention, a cache cut back into its first block): "
+    "`outlier_guard` decides alone there, and without it the layer is stored as `key` says. Attention by 'sdpa', "
+    "'eager' and 'kvquant' shows them."
+)
 # The smallest positive float32: a head without any spread has the imbalance 0.
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -59,27 +66,87 @@ def imbalance(blocks: torch.Tensor) -> torch.Tensor:
     return torch.where(widest > 0, widest / median.clamp(min=_TINY), 0.0)
 
 
+def attention_loss(
+    query: torch.Tensor, key: torch.Tensor, read: torch.Tensor, first: int, padding: torch.Tensor | None
+) -> torch.Tensor:
+    """How far a change of keys moves the attention of each row, in nats.
+
+    The divergence KL(p‖p̂) of attention probabilities, mean of heads and queries. Errors of scores alone say little: a
+    layer that attends to its sinks bears large ones.
+
+    Args:
+        query: `[B, H_q, N, D]` of the slots `first … first + N - 1`, times the factor of the scores.
+        key: Exact keys of the slots `0 … T - 1`, `T = first + N`, `[B, H, T, D]`.
+        read: The keys that give p̂, likewise.
+        first: Slot of the first query.
+        padding: Left padding of each row, `[B]`, int64, or `None` without any.
+
+    Returns:
+        `[B]`, float32; 0 for a row whose queries are all padding.
+    """
+    slots = torch.arange(key.shape[2], device=key.device)
+    asking = slots[first:]
+    seen = (slots <= asking[:, None])[None]  # [B | 1, N, T]
+    counts = torch.ones(1, asking.numel(), device=key.device)
+    if padding is not None:
+        counts = (asking >= padding[:, None]).float()
+        seen = seen & ((slots >= padding[:, None])[:, None] | (counts == 0)[..., None])
+    queries = query.float().unflatten(1, (key.shape[1], -1))
+    exact, other = (
+        torch.log_softmax(
+            (queries @ states.float()[:, :, None].transpose(-1, -2)).masked_fill(
+                ~seen[:, None, None], torch.finfo(torch.float32).min
+            ),
+            dim=-1,
+        )
+        for states in (key, read)
+    )
+    loss = (exact.exp() * (exact - other)).sum(-1).mean((1, 2))  # [B, N]
+    return (loss * counts).sum(1) / counts.sum(1).clamp(min=1)
+
+
 def storage_of_keys(
     config: KVQuantConfig,
     key_states: torch.Tensor,
     rotation: KeyRotation | None,
     padding: torch.Tensor | None,
+    loss: Callable[[], torch.Tensor] | None = None,
 ) -> QuantSpec:
     """How a layer stores its keys, decided by the block that is quantized first.
 
-    The largest imbalance of all heads and rows counts. A row whose part of the block is padding has no say.
+    The largest imbalance of all heads and rows counts, and the largest loss of all rows. A row whose part of the block
+    is padding has no say.
 
     Args:
         config: Settings of the layer.
         key_states: `[B, H, L, D]` of the slots `sink_length … sink_length + L - 1`, as the model rotates them.
         rotation: The rotary embedding that is undone before keys are stored, or `None`.
         padding: Left padding of each row, `[B]`, int64, or `None` without any.
+        loss: Gives what `attention_loss` finds for keys stored as `config.key` says; `None` where attention did not
+            show its queries. `attention_guard` then has no say, and a warning says so.
 
     Returns:
-        `config.key`, or `guarded(config.key)` where the imbalance exceeds `config.outlier_guard`.
+        `config.key`, or `guarded(config.key)` where every limit that the settings give is exceeded.
     """
-    if config.outlier_guard is None or not config.key.is_quantized:
+    if not config.has_guard:
         return config.key
+    if config.outlier_guard is not None:
+        found = _imbalance_of_keys(config, key_states, rotation, padding)
+        if not _exceeds(found, config.outlier_guard, config, padding):
+            return config.key
+    if config.attention_guard is not None:
+        if loss is None:
+            warnings.warn(_UNSEEN, stacklevel=2)
+            return config.key if config.outlier_guard is None else guarded(config.key)
+        if not _exceeds(loss()[:, None], config.attention_guard, config, padding):
+            return config.key
+    return guarded(config.key)
+
+
+def _imbalance_of_keys(
+    config: KVQuantConfig, key_states: torch.Tensor, rotation: KeyRotation | None, padding: torch.Tensor | None
+) -> torch.Tensor:
+    """`imbalance` in the basis in which keys `[B, H, L, D]` are quantized, padding left out: `[B, H]`."""
     slot, length = config.sink_length, config.block_length
     blocks = key_states[:, :, None].float()
     if rotation is not None:
@@ -87,8 +154,11 @@ def storage_of_keys(
         blocks = rotation.apply(blocks, cos, sin, inverse=True)
     if padding is not None:
         blocks = without_padding(blocks, slot, padding, slot)
-    blocks = blocks[:, :, 0]
-    found = imbalance(rotate_bounded(blocks, config.key.rotation, config.key.channel_order))
+    return imbalance(rotate_bounded(blocks[:, :, 0], config.key.rotation, config.key.channel_order))
+
+
+def _exceeds(found: torch.Tensor, limit: float, config: KVQuantConfig, padding: torch.Tensor | None) -> bool:
+    """Whether figures `[B, …]` exceed a limit in a row whose part of the first block is not all padding."""
     if padding is not None:
-        found = torch.where((padding < length)[:, None], found, 0.0)
-    return guarded(config.key) if bool((found > config.outlier_guard).any()) else config.key
+        found = found[padding < config.block_length]
+    return bool((found > limit).any())

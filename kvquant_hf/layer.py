@@ -1,19 +1,22 @@
 """How a layer of the cache grows: new tokens into sinks, residual window and blocks of codes."""
 
+from functools import partial
 from typing import Any, cast
 
 import torch
 
 from kvquant_hf import ops
 from kvquant_hf.blocks import split_blocks
-from kvquant_hf.guard import storage_of_keys
-from kvquant_hf.lazy import lazy_pair
+from kvquant_hf.guard import attention_loss, storage_of_keys
+from kvquant_hf.last_queries import by_token
+from kvquant_hf.lazy import lazy_pair, watched_pair
 from kvquant_hf.padding import fill_row_sinks, without_padding
 from kvquant_hf.rope import KeyRotation
 from kvquant_hf.rotation import check_head_groups
 from kvquant_hf.spec import QuantSpec
 from kvquant_hf.storage import BlockStore, keep_layouts_alike
 from kvquant_hf.stored_layer import StoredLayer
+from kvquant_hf.view import KVView
 
 # Blocks quantized at a time: bounds the float32 copies made of a long prompt.
 _ENCODE_BLOCKS = 64
@@ -98,7 +101,8 @@ class QuantLayer(StoredLayer):
 
         Returns:
             Keys and values of all tokens so far: the arguments themselves where the layer was empty (a prompt attends
-            to itself exactly), dense tensors where nothing is quantized, else `LazyKV` stand-ins.
+            to itself exactly), dense tensors where nothing is quantized, else `LazyKV` stand-ins. While
+            `attention_guard` waits for queries, `LazyKV` also stands for the arguments themselves.
 
         Raises:
             ValueError: Shapes or dtypes do not continue what is stored. Nothing has changed then.
@@ -119,8 +123,13 @@ class QuantLayer(StoredLayer):
             self.prefetch()
             was_empty = self._length == 0
             states = (key_states, value_states)
-            self._store(states)
+            watches = self._wants_queries(states) and not _needs_grad(states)
+            self._store(states, waits=watches)
         self._epoch[0] += 1
+        if watches:
+            slot, tokens = self._length - key_states.shape[2], key_states.shape[2]
+            show = partial(self._see, slot, tokens, self._epoch[0])
+            return watched_pair(self.view(tokens), show, states if was_empty else None)
         if was_empty:
             return states
         if not self.config.is_quantized:
@@ -135,7 +144,7 @@ class QuantLayer(StoredLayer):
         keys, values = self._residual
         if not length or length < self._exact_until or self._is_away or keys.buffer is None or values.buffer is None:
             return False
-        if (key_states.requires_grad or value_states.requires_grad) and torch.is_grad_enabled():
+        if _needs_grad((key_states, value_states)) or self._wants_queries((key_states, value_states)):
             return False
         self._check_states(key_states, value_states)
         tokens = key_states.shape[2]
@@ -187,13 +196,46 @@ class QuantLayer(StoredLayer):
             if states.dtype != self._dtypes[side]:
                 raise ValueError(f"`{name}` must be of {self._dtypes[side]} like what is stored, got {states.dtype}.")
 
-    def _store(self, states: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def _wants_queries(self, states: tuple[torch.Tensor, torch.Tensor]) -> bool:
+        """Whether the attention guard judges by queries of some of these new tokens."""
+        return self._last_queries is not None and self._last_queries.wants(self._length, states[0].shape[2])
+
+    def _see(self, slot: int, tokens: int, epoch: int, query: torch.Tensor | None, scale: float | None) -> KVView:
+        """Take the queries of the `tokens` tokens from `slot` on, and quantize what waited for them.
+
+        Args:
+            slot: Slot of the first of them.
+            tokens: Tokens of the update.
+            epoch: The layer's counter of changes after it; nothing happens where the layer has changed since.
+            query: What attention asked, `None` where it did not show.
+            scale: Factor of the scores, `None` for that of the model.
+
+        Returns:
+            The layer as attention should read it.
+        """
+        if self._epoch[0] == epoch:
+            with torch.inference_mode(False), torch.no_grad():
+                self.prefetch()
+                found = None if query is None else by_token(query.detach(), self._shapes[0], tokens)
+                if found is not None and self._last_queries is not None:
+                    factor = scale or self._scaling or found.shape[3] ** -0.5
+                    self._last_queries.take(found * factor, slot)
+                blocks = self._blocks_due(self._residual[0].length)
+                if blocks:
+                    held = [cast(torch.Tensor, window.view()) for window in self._residual]
+                    self._flush(held[0], held[1], blocks)
+                    for window, side in zip(self._residual, held, strict=True):
+                        window.replace(side[:, :, blocks * self.config.block_length :].clone())
+            self._epoch[0] += 1
+        return self.view(tokens)
+
+    def _store(self, states: tuple[torch.Tensor, torch.Tensor], waits: bool) -> None:
         first = self._length
         tokens = states[0].shape[2]
         body_start = min(tokens, max(0, self._num_sink_slots - first))
         body = tuple(side[:, :, body_start:] for side in states)
         blocks = self._blocks_due(self._residual[0].length + body[0].shape[2])
-        if blocks:
+        if blocks and not waits:
             held = self._residual[0].length
             joined = [
                 torch.cat([cast(torch.Tensor, window.view()), new], dim=2) if held else new
@@ -237,9 +279,13 @@ class QuantLayer(StoredLayer):
                 fill_row_sinks(sinks, side, self._padding, first)
 
     def _flush(self, key_states: torch.Tensor, value_states: torch.Tensor, blocks: int) -> None:
-        """Quantize the first `blocks` blocks of `[B, H, ≥ blocks · L, D]` and store them."""
+        """Decide how the keys `[B, H, ≥ blocks · L, D]` are stored, and store their first `blocks` blocks."""
+        self._guard(key_states, value_states)
+        self._append_blocks(key_states, value_states, blocks)
+
+    def _append_blocks(self, key_states: torch.Tensor, value_states: torch.Tensor, blocks: int) -> None:
+        """Quantize the first `blocks` blocks as the stores say."""
         length = self.config.block_length
-        self._guard(key_states[:, :, :length], value_states)
         key_store, value_store = self._block_stores()
         encoded = []
         for first in range(0, blocks, _ENCODE_BLOCKS):
@@ -259,12 +305,33 @@ class QuantLayer(StoredLayer):
             keep_layouts_alike(key_store, value_store)
 
     def _guard(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Let the first block of keys `[B, H, L, D]` decide how all of them are stored, before any is."""
+        """Let the first block of keys `[B, H, ≥ L, D]` decide how all of them are stored, before any is."""
         store = self._block_stores()[0]
-        if self.config.outlier_guard is not None and not store.num_blocks:
-            wanted = storage_of_keys(self.config, key_states, self._rotation_in_use, self._padding)
+        if self.config.has_guard and not store.num_blocks:
+            block = key_states[:, :, : self.config.block_length]
+            queries, loss = self._last_queries, None
+            if queries is not None and queries.query is not None:
+                loss = partial(self._loss, queries.query, queries.first, key_states, value_states)
+            wanted = storage_of_keys(self.config, block, self._rotation_in_use, self._padding, loss)
             if wanted != store.spec:
                 self._open_stores(key_states, value_states, wanted)
+            self._last_queries = None
+
+    def _loss(
+        self, query: torch.Tensor, slot: int, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> torch.Tensor:
+        """`attention_loss` of the first of these blocks for queries from `slot` on, the stores being empty again."""
+        first, length, end = self._num_sink_slots, self.config.block_length, slot + query.shape[2]
+        try:
+            self._append_blocks(key_states, value_states, 1)
+            read = next(tile.keys for tile in self.view().tiles() if tile.first == first)
+        finally:
+            self._open_stores(key_states, value_states, self.config.key)
+        sinks = [] if self._sinks is None else [self._sinks[0]]
+        exact = torch.cat([*sinks, key_states], dim=2)[:, :, :end]
+        stored = exact.float().clone()
+        stored[:, :, first : first + length] = read[:, :, : end - first]
+        return attention_loss(query, exact, stored, slot, self._padding)
 
     def _encode(self, store: BlockStore, states: torch.Tensor, slot: int, rotation: KeyRotation | None) -> Any:
         """Codes of whole blocks `[B, H, n · L, D]` that begin at `slot`."""
@@ -291,3 +358,7 @@ class QuantLayer(StoredLayer):
 def _zeros(like: torch.Tensor, tokens: int) -> torch.Tensor:
     """Zeros `[B, H, tokens, D]`."""
     return like.new_zeros(*like.shape[:2], tokens, like.shape[3])
+
+
+def _needs_grad(states: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(side.requires_grad for side in states)

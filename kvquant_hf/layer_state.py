@@ -25,6 +25,9 @@ def layer_state(layer: QuantLayer) -> tuple[dict[str, torch.Tensor], dict[str, A
             tensors |= {f"key.{name}": pair[0], f"value.{name}": pair[1]}
     if layer._padding is not None:
         tensors["padding"] = layer._padding
+    shown = None if layer._last_queries is None else layer._last_queries.window.view()
+    if shown is not None:
+        tensors["last_queries"] = shown
     facts = {
         "length": layer._length,
         "shapes": [list(shape) for shape in layer._shapes],
@@ -65,6 +68,10 @@ def load_layer_state(layer: QuantLayer, tensors: dict[str, torch.Tensor], facts:
             setattr(layer, f"_{name}", (tensors[f"key.{name}"], tensors[f"value.{name}"]))
     layer._padding = tensors.get("padding")
     layer._note_padding()
+    if layer.quantized_length:
+        layer._last_queries = None
+    elif layer._last_queries is not None and "last_queries" in tensors:
+        layer._last_queries.window.append(tensors["last_queries"])
     layer._length = facts["length"]
     sinks = 0 if layer._sinks is None else layer._sinks[0].shape[2]
     held = [sinks + layer.quantized_length + window.length for window in layer._residual]

@@ -5,27 +5,86 @@ from typing import Any, cast
 
 import torch
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from kvquant_hf.ops import decode_attention
 from kvquant_hf.view import KVView
 
 # Beyond this many query rows per key/value head, one dense dequantization costs less than the tiled pass.
 MAX_FUSED_ROWS = 16
+# A function of a tensor and its other arguments.
+_Step = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
+# What arranges keys without changing them, as attention does before it multiplies, and the products.
+_ARRANGE = {
+    *(
+        getattr(torch.Tensor, name)
+        for name in ("__getitem__", "contiguous", "expand", "flatten", "permute", "reshape")
+    ),
+    *(getattr(torch.Tensor, name) for name in ("repeat_interleave", "transpose", "unsqueeze", "view")),
+    *(torch.flatten, torch.permute, torch.repeat_interleave, torch.reshape, torch.transpose, torch.unsqueeze),
+}
+_PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class _DensePair:
     """The dense keys and values of a view, made at most once."""
 
+    # Whether the layer wants to see the queries first.
+    waits = False
+    # Whether attention reads the tensors that the layer was given.
+    is_given = False
+
     def __init__(self, view: KVView) -> None:
         self.view = view
-        self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._dense: Pair | None = None
 
-    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def show(self, query: torch.Tensor | None, scale: float | None) -> None:
+        """Tell the layer what attention asks."""
+
+    def dense(self, side: int) -> torch.Tensor:
+        """Keys (side 0) or values."""
         self.view.check_current()
         if self._dense is None:
             self._dense = self.view.dense()
-        return self._dense
+        return self._dense[side]
+
+
+class _WatchedPair(_DensePair):
+    """Keys and values of a layer that decides by the queries how it stores them.
+
+    Args:
+        view: The layer before it has decided; gives shapes.
+        show: Called once, with the queries and the factor of their scores, or with `None` where the keys are read in
+            a way that shows no queries. Returns the layer as attention should read it.
+        given: Exact keys and values that attention reads instead, those of a prompt.
+    """
+
+    def __init__(self, view: KVView, show: "Show", given: Pair | None) -> None:
+        super().__init__(view)
+        self.waits = True
+        self.is_given = given is not None
+        self._show = show
+        self._given = given
+
+    def show(self, query: torch.Tensor | None, scale: float | None) -> None:
+        """Let the layer decide, once."""
+        if self.waits:
+            if self._given is None:
+                self.view.check_current()
+            self.waits = False
+            self.view = self._show(query, scale)
+
+    def dense(self, side: int) -> torch.Tensor:
+        """Keys (side 0) or values. Values of a prompt may be read before attention has asked."""
+        if self._given is None or side == 0:
+            self.show(None, None)
+        return super().dense(side) if self._given is None else self._given[side]
+
+
+Show = Callable[[torch.Tensor | None, float | None], KVView]
 
 
 class LazyKV(torch.Tensor):
@@ -34,22 +93,28 @@ class LazyKV(torch.Tensor):
     `torch.nn.functional.scaled_dot_product_attention` over a pair of them reads the packed cache through
     `kvquant_hf.ops.decode_attention`. Every other operation first makes the dense tensor, so any attention
     implementation works. Reading one after its cache has changed raises `StaleViewError`.
+
+    Where a layer wants to see the queries before it decides how to store its keys (`attention_guard`), operations
+    that only arrange keys, as repeating them for heads that share them, wait until a product brings the queries.
     """
 
     _pair: _DensePair
     _side: int
+    _steps: tuple[_Step, ...]
 
     @staticmethod
-    def __new__(cls, pair: _DensePair, side: int) -> "LazyKV":
-        """A stand-in for side 0 (keys) or 1 (values) of `pair`."""
+    def __new__(
+        cls, pair: _DensePair, side: int, shape: torch.Size | None = None, steps: tuple[_Step, ...] = ()
+    ) -> "LazyKV":
+        """A stand-in for side 0 (keys) or 1 (values) of `pair`, or for what `steps` make of it, of that `shape`."""
         view = pair.view
         lazy: LazyKV = torch.Tensor._make_wrapper_subclass(
             cls,
-            view.value_shape if side else view.key_shape,
+            shape or (view.value_shape if side else view.key_shape),
             dtype=view.value_dtype if side else view.key_dtype,
             device=view.device,
         )
-        lazy._pair, lazy._side = pair, side
+        lazy._pair, lazy._side, lazy._steps = pair, side, steps
         return lazy
 
     @property
@@ -62,9 +127,39 @@ class LazyKV(torch.Tensor):
         """Whether this stands for keys rather than values."""
         return self._side == 0
 
+    @property
+    def is_given(self) -> bool:
+        """Whether this stands for the very tensors that an empty layer was given."""
+        return self._pair.is_given
+
+    @property
+    def waits(self) -> bool:
+        """Whether the layer wants to see the queries first."""
+        return self._pair.waits
+
+    def show(self, query: torch.Tensor, scale: float | None) -> None:
+        """Let a layer that waits see what attention asks of these keys.
+
+        Args:
+            query: `[B, H_q, t, D]` of the tokens of the update.
+            scale: Factor of the scores, `None` where it is not known here.
+        """
+        if self.is_key:
+            self._pair.show(query, scale)
+
     def to_dense(self) -> torch.Tensor:  # type: ignore[override]
         """The real tensor, `[B, H, T, D]`, shared by all uses of this update."""
-        return self._pair.dense()[self._side]
+        dense = self._pair.dense(self._side)
+        for func, args, kwargs in self._steps:
+            dense = func(dense, *args, **kwargs)
+        return dense
+
+    def _arranged(self, step: _Step) -> "LazyKV":
+        """What a step makes of this, later."""
+        func, args, kwargs = step
+        with torch._C.DisableTorchFunctionSubclass():
+            shape = func(torch.empty(self.shape, dtype=self.dtype, device="meta"), *args, **kwargs).shape
+        return LazyKV(self._pair, self._side, shape, (*self._steps, step))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # no stub
         """Name, shape and dtype; does not read the cache."""
@@ -82,6 +177,13 @@ class LazyKV(torch.Tensor):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _attend(*args, **kwargs)
+        waiting = next((arg for arg in args if isinstance(arg, LazyKV) and arg.waits), None)
+        if waiting is not None:
+            if func in _ARRANGE and waiting is args[0] and not _has_tensor((args[1:], kwargs)):
+                return waiting._arranged((func, args[1:], kwargs))
+            if func in _PRODUCTS and len(args) == 2 and waiting is args[1] and not isinstance(args[0], LazyKV):
+                waiting.show(args[0], None)
+                return func(args[0], waiting.to_dense())
         # Metadata is answered from the wrapper; whatever needs numbers arrives in __torch_dispatch__.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -103,13 +205,20 @@ def lazy_pair(view: KVView) -> tuple[LazyKV, LazyKV]:
     return LazyKV(pair, 0), LazyKV(pair, 1)
 
 
+def watched_pair(view: KVView, show: Show, given: Pair | None) -> tuple[LazyKV, LazyKV]:
+    """Stand-ins for the keys and values of a layer that wants to see the queries, see `_WatchedPair`."""
+    pair = _WatchedPair(view, show, given)
+    return LazyKV(pair, 0), LazyKV(pair, 1)
+
+
 def is_lazy_pair(key: object, value: object) -> bool:
-    """Whether two tensors are the keys and values of one cache update."""
+    """Whether two tensors are the keys and values of one cache update, as they came from it."""
     return (
         isinstance(key, LazyKV)
         and isinstance(value, LazyKV)
         and key._pair is value._pair
         and (key._side, value._side) == (0, 1)
+        and not (key._steps or value._steps)
     )
 
 
@@ -119,6 +228,10 @@ def fits_fused(query: torch.Tensor, view: KVView) -> bool:
         return False
     rows = query.shape[1] * query.shape[2] // view.key_shape[1]
     return view.query_length == 1 or rows <= MAX_FUSED_ROWS
+
+
+def _has_tensor(arguments: object) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(arguments))
 
 
 def _to_dense(value: Any) -> Any:
@@ -136,10 +249,13 @@ def _attend(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """`F.scaled_dot_product_attention` where keys or values are lazy."""
+    if isinstance(key, LazyKV) and not isinstance(query, LazyKV):
+        key.show(query, scale)
     if is_lazy_pair(key, value) and dropout_p == 0.0 and not is_causal and not isinstance(query, LazyKV):
-        view = cast(LazyKV, key).view_of_cache
+        key = cast(LazyKV, key)
+        view = key.view_of_cache
         same_heads = query.ndim == 4 and (enable_gqa or query.shape[1] == view.key_shape[1])
-        if same_heads and fits_fused(query, view):
+        if same_heads and not key.is_given and fits_fused(query, view):
             return decode_attention(query, view, attn_mask, scale)
     query, key, value = (_to_dense(tensor) for tensor in (query, key, value))
     return F.scaled_dot_product_attention(

@@ -20,7 +20,7 @@ class MemoryReport:
         scales: Scales, and factors and outliers of methods that have them, bytes.
         zero_points: Zero points, bytes.
         sinks: Attention sinks, bytes.
-        residual: Exact tokens of the residual windows, bytes.
+        residual: Exact tokens of the residual windows, and queries that wait for a guard's decision, bytes.
         unused: Capacity held for tokens to come, bytes.
         other_layers: Layers that are not quantized (sliding windows, states), bytes.
         dense_bytes: What `DynamicCache` would hold for the same tokens, bytes.
@@ -30,7 +30,7 @@ class MemoryReport:
         tokens: Tokens stored per row.
         quantized_tokens: Of these, held as codes, in the layer that holds most.
         shards: Processes that the heads are split over, of which this report counts one.
-        guarded_layers: Layers whose keys the outlier guard stores in more bits than the settings say.
+        guarded_layers: Layers whose keys a guard stores in more bits than the settings say.
     """
 
     codes: int
@@ -111,7 +111,7 @@ class MemoryReport:
         )
         if self.guarded_layers:
             plural = "s" * (self.guarded_layers > 1)
-            lines.append(f"outlier guard: {self.guarded_layers} layer{plural} with wider keys")
+            lines.append(f"guard: {self.guarded_layers} layer{plural} with wider keys")
         if self.shards > 1:
             lines.append(f"tensor parallel: the share of this process, 1 of {self.shards}")
         return "\n".join(lines)

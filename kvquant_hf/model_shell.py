@@ -77,6 +77,12 @@ class ModelShell:
                     weight = self._constants.take(parameter.numel()).abs().reshape(parameter.shape)
                     setattr(module, name, nn.Parameter(weight, requires_grad=False))
 
+    @property
+    def scalings(self) -> dict[int, float]:
+        """Factors of the scores by layer, as far as attention modules keep them under Transformers' usual name."""
+        kept = ((getattr(m, "layer_idx", None), getattr(m, "scaling", None)) for m in self._model.modules())
+        return {index: factor for index, factor in kept if isinstance(index, int) and isinstance(factor, float)}
+
     def run(self, positions: Sequence[int], layers: Collection[int] | None = None) -> ShellRun:
         """Feed one constant token at the given positions, or at `0, 1, …` where the model takes no positions.
 

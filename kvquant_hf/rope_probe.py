@@ -52,6 +52,7 @@ class LayerRope:
         num_heads: Key/value heads that the whole model hands to the cache, or `None` where its code could not be run.
             A process of a tensor-parallel model holds fewer.
         head_dims: Size of a key and of a value vector in the cache, or `None` likewise.
+        scaling: Factor of the scores as the attention module keeps it (`scaling`), or `None` where it has none.
     """
 
     rotation: KeyRotation | None
@@ -59,6 +60,7 @@ class LayerRope:
     established: bool
     num_heads: int | None = field(default=None, compare=False)
     head_dims: tuple[int, int] | None = field(default=None, compare=False)
+    scaling: float | None = field(default=None, compare=False)
 
 
 _NO_ROTARY = LayerRope(None, "no rotary embedding", True)
@@ -134,7 +136,12 @@ def _examine(config: PreTrainedConfig, model_class: "type[PreTrainedModel]") -> 
         return [_not_established(_describe(error))] * int(config.num_hidden_layers)
     layers = [_NOPE if known and layer is _NO_ROTARY else layer for layer in layers]
     return [
-        replace(layer, num_heads=run.num_heads.get(layer_idx), head_dims=run.head_dims.get(layer_idx))
+        replace(
+            layer,
+            num_heads=run.num_heads.get(layer_idx),
+            head_dims=run.head_dims.get(layer_idx),
+            scaling=shell.scalings.get(layer_idx),
+        )
         for layer_idx, layer in enumerate(layers)
     ]
 

@@ -8,6 +8,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvquant_hf import ops
 from kvquant_hf.buffers import TensorMap
 from kvquant_hf.config import KVQuantConfig
+from kvquant_hf.last_queries import LastQueries
 from kvquant_hf.rope import KeyRotation
 from kvquant_hf.spec import QuantSpec
 from kvquant_hf.storage import BlockStore
@@ -25,6 +26,7 @@ class StoredLayer(CacheLayerMixin):
         feedback: `[H_kv, D, D]`: how errors of key channels are made good in others (`QueryMoments.feedback`), or
             `None` to round every number for itself.
         num_heads: Key/value heads of the whole model, `None` where that is not known.
+        scaling: Factor of the scores where attention does not tell, `None` for `1/√D`.
     """
 
     # Set by the first keys and values: their shapes without tokens, dtypes and device.
@@ -40,6 +42,7 @@ class StoredLayer(CacheLayerMixin):
         note: str = "",
         feedback: torch.Tensor | None = None,
         num_heads: int | None = None,
+        scaling: float | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.config = config
@@ -47,6 +50,7 @@ class StoredLayer(CacheLayerMixin):
         self.note = note
         self.feedback = feedback
         self._whole_heads = num_heads
+        self._scaling = scaling
         self._epoch = [0]
         # Tokens at which the residual window overflows; no window limits what is not quantized at all.
         self._overflow = config.residual_length + config.block_length if config.is_quantized else 0
@@ -63,10 +67,16 @@ class StoredLayer(CacheLayerMixin):
         self._exact_until = self._num_sink_slots
         self._is_away = False
         self._appender: ops.Appender | None = None
+        self._last_queries = self._no_queries()
         self._rotation_in_use: KeyRotation | None = None
         self.is_initialized = False
         for name in ("batch_size", "device"):
             self.__dict__.pop(name, None)
+
+    def _no_queries(self) -> LastQueries | None:
+        """What the attention guard judges by, to be collected; `None` without one, and once a block is stored."""
+        watches = self.config.has_guard and self.config.attention_guard is not None
+        return LastQueries(self.config) if watches else None
 
     @property
     def _num_sink_slots(self) -> int:
@@ -108,6 +118,8 @@ class StoredLayer(CacheLayerMixin):
     def dequantize(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as attention reads them, `[B, H, T, D]` each, in the model's dtype (copies).
 
+        Tokens that wait for attention to show its queries (`attention_guard`) are still exact.
+
         Raises:
             RuntimeError: The layer is empty.
         """
@@ -121,12 +133,12 @@ class StoredLayer(CacheLayerMixin):
 
     @property
     def key_spec(self) -> QuantSpec:
-        """How keys are stored: as the settings say, or as the outlier guard decided by the first block."""
+        """How keys are stored: as the settings say, or as a guard decided by the first block."""
         return self._stores[0].spec if self._stores is not None and self.quantized_length else self.config.key
 
     @property
     def is_guarded(self) -> bool:
-        """Whether the outlier guard gave the keys more bits than the settings; false before the first block."""
+        """Whether a guard gave the keys more bits than the settings; false before the first block."""
         return self.key_spec != self.config.key
 
     @property
@@ -165,6 +177,8 @@ class StoredLayer(CacheLayerMixin):
             window.map(function)
         for store in self._stores or ():
             store.map(function)
+        if self._last_queries is not None:
+            self._last_queries.window.map(function)
         for name in ("_sinks", "_row_sinks"):
             pair = getattr(self, name)
             if pair is not None:
@@ -242,6 +256,10 @@ class StoredLayer(CacheLayerMixin):
                     window.replace(kept[i])
         if self._sinks is not None and length < self._sinks[0].shape[2]:
             self._sinks = (self._sinks[0][:, :, :length].clone(), self._sinks[1][:, :, :length].clone())
+        if self._last_queries is not None:
+            self._last_queries.truncate(length)
+        elif not self.quantized_length:
+            self._last_queries = self._no_queries()
         self._length = length
         self._epoch[0] += 1
 
@@ -269,6 +287,10 @@ class StoredLayer(CacheLayerMixin):
         figures["guarded_layers"] = int(self.is_guarded)
         if self._stores is None:
             return parts, figures
+        if self._last_queries is not None:
+            queries = self._last_queries.window
+            parts["residual"] += queries.bytes_used()
+            parts["unused"] += queries.bytes_held() - queries.bytes_used()
         for pair in (self._sinks, self._row_sinks):
             parts["sinks"] += sum(tensor.untyped_storage().nbytes() for tensor in pair or ())
         for side, (store, window) in enumerate(zip(self._stores, self._residual, strict=True)):
@@ -294,6 +316,7 @@ class StoredLayer(CacheLayerMixin):
         if not config.is_quantized:
             return "QuantLayer(not quantized)"
         guard = "" if config.outlier_guard is None else f", outlier guard {config.outlier_guard:g}"
+        guard += "" if config.attention_guard is None else f", attention guard {config.attention_guard:g}"
         guard += f" widened {config.key.nbits}-bit" * self.is_guarded
         wants_pre = config.key.is_quantized and config.key.rope == "pre"
         order = f"; {self.note}" if wants_pre else "; post-RoPE" if config.key.is_quantized else ""

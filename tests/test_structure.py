@@ -16,7 +16,7 @@ LAYERS = [
     {"rope_probe", "memory", "attention", "query_moments", "capture", "misuse"},
     {"model_shell", "layer"},
     {"guard", "stored_layer"},
-    {"lazy", "other_layers", "padding"},
+    {"last_queries", "lazy", "other_layers", "padding"},
     {"ops"},
     {"view"},
     {"storage", "window"},

@@ -69,7 +69,7 @@ def calibrate_orders(
     """Find the order of channels in which rotated keys and values lose least.
 
     Channels are put in the order of their size, the widest first, by each of `RULES`; of these orders and that of the
-    model each layer and side gets the one with which attention is moved least, without `outlier_guard`.
+    model each layer and side gets the one with which attention is moved least, without guards.
 
     Args:
         model: Causal language model in eval mode whose attention goes through Transformers' attention interface.
@@ -101,7 +101,7 @@ def calibrate_orders(
     for rule, width in RULES.items():
         candidates[rule] = {i: {side: _order(width(found)) for side, found in sizes[i].items()} for i in sizes}
     # An order must not win by what the guard makes of it: wider keys.
-    unguarded = {index: replace(layer.config, outlier_guard=None) for index, layer in layers.items()}
+    unguarded = {index: layer.config.without_guards() for index, layer in layers.items()}
     settings = {rule: _with_orders(config, unguarded, orders) for rule, orders in candidates.items()}
     parts = []
     for window in windows:

@@ -186,7 +186,7 @@ def with_layers(config: KVQuantConfig, settings: Mapping[int, KVQuantConfig]) ->
             again = {name: getattr(getattr(layer, side), name) for name in sorted(named[side])}
             if again:
                 changes[side] = again | changes.get(side, {})
-        for name in ("residual_length", "sink_length", "outlier_guard"):
+        for name in ("residual_length", "sink_length", "outlier_guard", "attention_guard"):
             if name in others or getattr(layer, name) != getattr(config, name):
                 changes[name] = getattr(layer, name)
         layers[index] = changes

@@ -110,7 +110,7 @@ def replayed_bits(
     """Bits that a cache holds after one row of tokens of type `dtype` went into it.
 
     Scores are measured in float32 to be exact, in which an unquantized number would count 32 bits; what matters is
-    the cache of a 16-bit model. Bytes do not depend on the numbers, so random ones are fed; with an outlier guard they
+    the cache of a 16-bit model. Bytes do not depend on the numbers, so random ones are fed; with a guard they
     do, see `as_decided`.
 
     Args:
@@ -135,7 +135,7 @@ def replayed_bits(
 def as_decided(
     make_cache: Callable[[], Cache], model: PreTrainedModel, window: torch.Tensor, pieces: list[tuple[int, int]]
 ) -> Callable[[], Cache]:
-    """A maker of caches whose outlier guards have decided as they do on a text, for `replayed_bits`.
+    """A maker of caches whose guards have decided as they do on a text, for `replayed_bits`.
 
     Args:
         make_cache: Makes an empty cache; what it makes comes back as it is where no layer has a guard.
@@ -147,7 +147,7 @@ def as_decided(
     if not isinstance(cache, QuantCache):
         return make_cache
     layers = {index: cache.quantized_layer(index) for index in cache.quantized_layers}
-    layers = {index: layer for index, layer in layers.items() if layer.config.outlier_guard is not None}
+    layers = {index: layer for index, layer in layers.items() if layer.config.has_guard}
     if not layers:
         return make_cache
     for first, end in pieces:
@@ -160,7 +160,7 @@ def as_decided(
         decided = cast(QuantCache, make_cache())
         for index, layer in layers.items():
             other = decided.quantized_layer(index)
-            other.config = replace(other.config, key=layer.key_spec, outlier_guard=None)
+            other.config = replace(other.config.without_guards(), key=layer.key_spec)
         return decided
 
     return make
