@@ -72,7 +72,8 @@ def attention_loss(
     """How far a change of keys moves the attention of each row, in nats.
 
     The divergence KL(p‖p̂) of attention probabilities, mean of heads and queries. Errors of scores alone say little: a
-    layer that attends to its sinks bears large ones.
+    layer that attends to its sinks bears large ones. Of the scores only `q·k` counts: position biases, caps and
+    learned sinks that some models add are left out.
 
     Args:
         query: `[B, H_q, N, D]` of the slots `first … first + N - 1`, times the factor of the scores.

@@ -110,6 +110,7 @@ class QuantLayer(StoredLayer):
         if self._append(key_states, value_states):
             return lazy_pair(self.view(key_states.shape[2]))
         is_new = not self.is_initialized
+        needs_grad = _needs_grad((key_states, value_states))
         # What is kept outlives the caller's gradient and inference modes, and has no part in either.
         with torch.inference_mode(False), torch.no_grad():
             try:
@@ -123,7 +124,7 @@ class QuantLayer(StoredLayer):
             self.prefetch()
             was_empty = self._length == 0
             states = (key_states, value_states)
-            watches = self._wants_queries(states) and not _needs_grad(states)
+            watches = self._wants_queries(key_states) and not needs_grad
             self._store(states, waits=watches)
         self._epoch[0] += 1
         if watches:
@@ -144,7 +145,7 @@ class QuantLayer(StoredLayer):
         keys, values = self._residual
         if not length or length < self._exact_until or self._is_away or keys.buffer is None or values.buffer is None:
             return False
-        if _needs_grad((key_states, value_states)) or self._wants_queries((key_states, value_states)):
+        if _needs_grad((key_states, value_states)) or self._wants_queries(key_states):
             return False
         self._check_states(key_states, value_states)
         tokens = key_states.shape[2]
@@ -196,9 +197,9 @@ class QuantLayer(StoredLayer):
             if states.dtype != self._dtypes[side]:
                 raise ValueError(f"`{name}` must be of {self._dtypes[side]} like what is stored, got {states.dtype}.")
 
-    def _wants_queries(self, states: tuple[torch.Tensor, torch.Tensor]) -> bool:
-        """Whether the attention guard judges by queries of some of these new tokens."""
-        return self._last_queries is not None and self._last_queries.wants(self._length, states[0].shape[2])
+    def _wants_queries(self, states: torch.Tensor) -> bool:
+        """Whether the attention guard judges by queries of some of these new tokens `[B, H, t, D]`."""
+        return self._last_queries is not None and self._last_queries.wants(self._length, states.shape[2])
 
     def _see(self, slot: int, tokens: int, epoch: int, query: torch.Tensor | None, scale: float | None) -> KVView:
         """Take the queries of the `tokens` tokens from `slot` on, and quantize what waited for them.
@@ -306,22 +307,23 @@ class QuantLayer(StoredLayer):
 
     def _guard(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Let the first block of keys `[B, H, ≥ L, D]` decide how all of them are stored, before any is."""
-        store = self._block_stores()[0]
-        if self.config.has_guard and not store.num_blocks:
-            block = key_states[:, :, : self.config.block_length]
-            queries, loss = self._last_queries, None
-            if queries is not None and queries.query is not None:
-                loss = partial(self._loss, queries.query, queries.first, key_states, value_states)
-            wanted = storage_of_keys(self.config, block, self._rotation_in_use, self._padding, loss)
-            if wanted != store.spec:
-                self._open_stores(key_states, value_states, wanted)
-            self._last_queries = None
+        if not self.config.has_guard or self._block_stores()[0].num_blocks:
+            return
+        block = key_states[:, :, : self.config.block_length]
+        queries, loss = self._last_queries, None
+        if queries is not None and queries.query is not None:
+            loss = partial(self._loss, queries.query, queries.first, key_states, value_states)
+        wanted = storage_of_keys(self.config, block, self._rotation_in_use, self._padding, loss)
+        if wanted != self._block_stores()[0].spec:
+            self._open_stores(key_states, value_states, wanted)
+        self._last_queries = None
 
     def _loss(
         self, query: torch.Tensor, slot: int, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> torch.Tensor:
         """`attention_loss` of the first of these blocks for queries from `slot` on, the stores being empty again."""
         first, length, end = self._num_sink_slots, self.config.block_length, slot + query.shape[2]
+        self._open_stores(key_states, value_states, self.config.key)
         try:
             self._append_blocks(key_states, value_states, 1)
             read = next(tile.keys for tile in self.view().tiles() if tile.first == first)

@@ -177,13 +177,15 @@ class LazyKV(torch.Tensor):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _attend(*args, **kwargs)
-        waiting = next((arg for arg in args if isinstance(arg, LazyKV) and arg.waits), None)
-        if waiting is not None:
-            if func in _ARRANGE and waiting is args[0] and not _has_tensor((args[1:], kwargs)):
-                return waiting._arranged((func, args[1:], kwargs))
-            if func in _PRODUCTS and len(args) == 2 and waiting is args[1] and not isinstance(args[0], LazyKV):
-                waiting.show(args[0], None)
-                return func(args[0], waiting.to_dense())
+        if func in _ARRANGE:
+            lazy = args[0] if args else None
+            if isinstance(lazy, LazyKV) and lazy.waits and not _has_tensor((args[1:], kwargs)):
+                return lazy._arranged((func, args[1:], kwargs))
+        elif func in _PRODUCTS and len(args) == 2 and isinstance(args[1], LazyKV):
+            query, key = args
+            if key.waits and not isinstance(query, LazyKV):
+                key.show(query, None)
+                return func(query, key.to_dense())
         # Metadata is answered from the wrapper; whatever needs numbers arrives in __torch_dispatch__.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
