@@ -43,8 +43,9 @@ class KVQuantConfig:
         outlier_guard: Keys of a layer get 4 bits instead of 2 or 3, or 8 instead of 4, where the widest channel of
             the first block is more than this many times as wide as the median one (`kvquant_hf.guard`); `None` gives
             all layers what `key` says.
-        attention_guard: The same where the first block, stored as `key` says, moves the attention of the last tokens
-            before it is quantized by more than this, in nats. With `outlier_guard` both limits have to be exceeded.
+        attention_guard: The same where the first block, stored as `key` says, moves what attention gives to the last
+            tokens before it is quantized by more than this share (0.1: a tenth). With `outlier_guard` both limits have
+            to be exceeded.
     """
 
     key: QuantSpec = field(default_factory=lambda: QuantSpec(granularity="per_channel"))

@@ -1,9 +1,9 @@
 """The guards: layers whose keys two bits serve badly are stored in more.
 
 Runtime checks instead of a calibration. The first block of keys that a layer quantizes tells, once, how all keys of
-the layer are stored: by how unevenly its channels are spread (`outlier_guard`), by how far its error moves the
-attention of the last queries before it is quantized (`attention_guard`), or by both. A layer that is widened holds
-exactly what a cache with those settings for that layer would hold.
+the layer are stored: by how unevenly its channels are spread (`outlier_guard`), by how far its error moves what
+attention gives to the last queries before it is quantized (`attention_guard`), or by both. A layer that is widened
+holds exactly what a cache with those settings for that layer would hold.
 """
 
 import warnings
@@ -66,19 +66,24 @@ def imbalance(blocks: torch.Tensor) -> torch.Tensor:
     return torch.where(widest > 0, widest / median.clamp(min=_TINY), 0.0)
 
 
-def attention_loss(
-    query: torch.Tensor, key: torch.Tensor, read: torch.Tensor, first: int, padding: torch.Tensor | None
+def output_error(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    read: torch.Tensor,
+    value: torch.Tensor,
+    first: int,
+    padding: torch.Tensor | None,
 ) -> torch.Tensor:
-    """How far a change of keys moves the attention of each row, in nats.
+    """How far a change of keys moves what attention gives to each row.
 
-    The divergence KL(p‖p̂) of attention probabilities, mean of heads and queries. Errors of scores alone say little: a
-    layer that attends to its sinks bears large ones. Of the scores only `q·k` counts: position biases, caps and
+    `‖A·V - Â·V‖ / ‖A·V‖` over the queries, mean of heads. Of the scores only `q·k` counts: position biases, caps and
     learned sinks that some models add are left out.
 
     Args:
         query: `[B, H_q, N, D]` of the slots `first … first + N - 1`, times the factor of the scores.
         key: Exact keys of the slots `0 … T - 1`, `T = first + N`, `[B, H, T, D]`.
-        read: The keys that give p̂, likewise.
+        read: The keys that give Â, likewise.
+        value: Exact values, `[B, H, T, D_v]`.
         first: Slot of the first query.
         padding: Left padding of each row, `[B]`, int64, or `None` without any.
 
@@ -87,23 +92,24 @@ def attention_loss(
     """
     slots = torch.arange(key.shape[2], device=key.device)
     asking = slots[first:]
-    seen = (slots <= asking[:, None])[None]  # [B | 1, N, T]
+    hidden = (slots > asking[:, None])[None]  # [B | 1, N, T]
     counts = torch.ones(1, asking.numel(), device=key.device)
     if padding is not None:
         counts = (asking >= padding[:, None]).float()
-        seen = seen & ((slots >= padding[:, None])[:, None] | (counts == 0)[..., None])
+        hidden = hidden | ((slots < padding[:, None])[:, None] & (counts > 0)[..., None])
     queries = query.float().unflatten(1, (key.shape[1], -1))
-    exact, other = (
-        torch.log_softmax(
-            (queries @ states.float()[:, :, None].transpose(-1, -2)).masked_fill(
-                ~seen[:, None, None], torch.finfo(torch.float32).min
-            ),
-            dim=-1,
-        )
-        for states in (key, read)
+
+    def probabilities(states: torch.Tensor) -> torch.Tensor:
+        scores = queries @ states.float()[:, :, None].transpose(-1, -2)
+        return scores.masked_fill(hidden[:, None, None], torch.finfo(torch.float32).min).softmax(-1)
+
+    exact, values = probabilities(key), value.float()[:, :, None]
+    output, moved = (
+        torch.linalg.vector_norm((part @ values) * counts[:, None, None, :, None], dim=(-1, -2))
+        for part in (exact, exact - probabilities(read))
     )
-    loss = (exact.exp() * (exact - other)).sum(-1).mean((1, 2))  # [B, N]
-    return (loss * counts).sum(1) / counts.sum(1).clamp(min=1)
+    shares = torch.where(output > 0, moved / output.clamp(min=_TINY), 0.0)
+    return shares.mean((1, 2))
 
 
 def storage_of_keys(
@@ -111,19 +117,19 @@ def storage_of_keys(
     key_states: torch.Tensor,
     rotation: KeyRotation | None,
     padding: torch.Tensor | None,
-    loss: Callable[[], torch.Tensor] | None = None,
+    error: Callable[[], torch.Tensor] | None = None,
 ) -> QuantSpec:
     """How a layer stores its keys, decided by the block that is quantized first.
 
-    The largest imbalance of all heads and rows counts, and the largest loss of all rows. A row whose part of the block
-    is padding has no say.
+    The largest imbalance of all heads and rows counts, and the largest error of all rows. A row whose part of the
+    block is padding has no say.
 
     Args:
         config: Settings of the layer.
         key_states: `[B, H, L, D]` of the slots `sink_length … sink_length + L - 1`, as the model rotates them.
         rotation: The rotary embedding that is undone before keys are stored, or `None`.
         padding: Left padding of each row, `[B]`, int64, or `None` without any.
-        loss: Gives what `attention_loss` finds for keys stored as `config.key` says; `None` where attention did not
+        error: Gives what `output_error` finds for keys stored as `config.key` says; `None` where attention did not
             show its queries. `attention_guard` then has no say, and a warning says so.
 
     Returns:
@@ -136,10 +142,10 @@ def storage_of_keys(
         if not _exceeds(found, config.outlier_guard, config, padding):
             return config.key
     if config.attention_guard is not None:
-        if loss is None:
+        if error is None:
             warnings.warn(_UNSEEN, stacklevel=2)
             return config.key if config.outlier_guard is None else guarded(config.key)
-        if not _exceeds(loss()[:, None], config.attention_guard, config, padding):
+        if not _exceeds(error()[:, None], config.attention_guard, config, padding):
             return config.key
     return guarded(config.key)
 

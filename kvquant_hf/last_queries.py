@@ -5,7 +5,7 @@ import torch
 from kvquant_hf.config import KVQuantConfig
 from kvquant_hf.window import ExactTokens
 
-# Fewer single out other layers from text to text; more lie further from the end.
+# Fewer are a noisier sample, more lie further from the end.
 _MOST = 32
 
 

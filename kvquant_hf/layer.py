@@ -7,7 +7,7 @@ import torch
 
 from kvquant_hf import ops
 from kvquant_hf.blocks import split_blocks
-from kvquant_hf.guard import attention_loss, storage_of_keys
+from kvquant_hf.guard import output_error, storage_of_keys
 from kvquant_hf.last_queries import by_token
 from kvquant_hf.lazy import lazy_pair, watched_pair
 from kvquant_hf.padding import fill_row_sinks, without_padding
@@ -310,18 +310,18 @@ class QuantLayer(StoredLayer):
         if not self.config.has_guard or self._block_stores()[0].num_blocks:
             return
         block = key_states[:, :, : self.config.block_length]
-        queries, loss = self._last_queries, None
+        queries, error = self._last_queries, None
         if queries is not None and queries.query is not None:
-            loss = partial(self._loss, queries.query, queries.first, key_states, value_states)
-        wanted = storage_of_keys(self.config, block, self._rotation_in_use, self._padding, loss)
+            error = partial(self._output_error, queries.query, queries.first, key_states, value_states)
+        wanted = storage_of_keys(self.config, block, self._rotation_in_use, self._padding, error)
         if wanted != self._block_stores()[0].spec:
             self._open_stores(key_states, value_states, wanted)
         self._last_queries = None
 
-    def _loss(
+    def _output_error(
         self, query: torch.Tensor, slot: int, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> torch.Tensor:
-        """`attention_loss` of the first of these blocks for queries from `slot` on, the stores being empty again."""
+        """`output_error` of the first of these blocks for queries from `slot` on, the stores being empty again."""
         first, length, end = self._num_sink_slots, self.config.block_length, slot + query.shape[2]
         self._open_stores(key_states, value_states, self.config.key)
         try:
@@ -329,11 +329,12 @@ class QuantLayer(StoredLayer):
             read = next(tile.keys for tile in self.view().tiles() if tile.first == first)
         finally:
             self._open_stores(key_states, value_states, self.config.key)
-        sinks = [] if self._sinks is None else [self._sinks[0]]
-        exact = torch.cat([*sinks, key_states], dim=2)[:, :, :end]
-        stored = exact.float().clone()
+        keys, values = key_states, value_states
+        if self._sinks is not None:
+            keys, values = (torch.cat(pair, dim=2) for pair in zip(self._sinks, (keys, values), strict=True))
+        stored = keys[:, :, :end].float().clone()
         stored[:, :, first : first + length] = read[:, :, : end - first]
-        return attention_loss(query, exact, stored, slot, self._padding)
+        return output_error(query, keys[:, :, :end], stored, values[:, :, :end], slot, self._padding)
 
     def _encode(self, store: BlockStore, states: torch.Tensor, slot: int, rotation: KeyRotation | None) -> Any:
         """Codes of whole blocks `[B, H, n · L, D]` that begin at `slot`."""

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 import kvquant_hf.layer as layer_module
 from kvquant_hf import KVQuantConfig, LazyKV, QuantCache, StaleViewError, register_attention
 from kvquant_hf.attention import kvquant_attention_forward
-from kvquant_hf.guard import attention_loss
+from kvquant_hf.guard import output_error
 from kvquant_hf.last_queries import by_token
 from kvquant_hf.layer_state import layer_state
 from kvquant_hf.rope_probe import find_rotations
@@ -44,15 +44,15 @@ def model():
 
 
 @pytest.fixture
-def losses(monkeypatch):
+def errors(monkeypatch):
     """What the guard found, by decision."""
     found = []
 
     def noted(*args):
-        found.append(attention_loss(*args))
+        found.append(output_error(*args))
         return found[-1]
 
-    monkeypatch.setattr(layer_module, "attention_loss", noted)
+    monkeypatch.setattr(layer_module, "output_error", noted)
     return found
 
 
@@ -118,20 +118,23 @@ def assert_same(cache, expected):
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
-def reference_loss(query, keys, layer):
-    """The definition, one query and head at a time: keys as two bits store them against exact ones."""
-    plain = quant_cache_layer(layer)
+def reference_error(query, keys, values, layer):
+    """The definition, one head and query at a time: keys as two bits store them against exact ones."""
     read = keys.clone()
-    read[:, :, SINKS : SINKS + BLOCK] = plain(keys)[:, :, SINKS : SINKS + BLOCK]
-    total = 0.0
-    for slot in range(FIRST, DUE - 1):
-        for head in range(QUERY_HEADS):
-            logs = [
-                torch.log_softmax((states[0, head // 2, : slot + 1] @ query[0, head, slot]) * SCALE, -1)
+    read[:, :, SINKS : SINKS + BLOCK] = quant_cache_layer(layer)(keys)[:, :, SINKS : SINKS + BLOCK]
+    shares = []
+    for head in range(QUERY_HEADS):
+        moved = norm = 0.0
+        for slot in range(FIRST, DUE - 1):
+            exact, other = (
+                torch.softmax((states[0, head // 2, : slot + 1] @ query[0, head, slot]) * SCALE, -1)
+                @ values[0, head // 2, : slot + 1]
                 for states in (keys, read)
-            ]
-            total += float((logs[0].exp() * (logs[0] - logs[1])).sum())
-    return total / (DUE - 1 - FIRST) / QUERY_HEADS
+            )
+            moved += float((exact - other).square().sum())
+            norm += float(exact.square().sum())
+        shares.append((moved / norm) ** 0.5)
+    return sum(shares) / QUERY_HEADS
 
 
 def quant_cache_layer(layer):
@@ -146,54 +149,64 @@ def quant_cache_layer(layer):
 # ---------------------------------------------------------------- the measure
 
 
-def test_the_loss_is_the_divergence_of_attention(model, losses):
+def test_the_error_is_that_of_what_attention_gives(model, errors):
     keys, values = random_states(1, HEADS, LENGTH, HEAD_DIM)
     attended(model, queries(), keys, values)
-    assert len(losses) == 1
-    assert losses[0].shape == (1,)
-    assert float(losses[0]) == pytest.approx(reference_loss(queries(), keys, 0), rel=1e-4)
+    assert len(errors) == 1
+    assert errors[0].shape == (1,)
+    assert float(errors[0]) == pytest.approx(reference_error(queries(), keys, values, 0), rel=1e-4)
 
 
-def test_equal_keys_lose_nothing_and_far_ones_more():
-    keys, _ = random_states(2, HEADS, 40, HEAD_DIM)
+def test_equal_keys_move_nothing_and_far_ones_more():
+    keys, values = random_states(2, HEADS, 40, HEAD_DIM)
     query = queries(2, 8)
-    assert torch.equal(attention_loss(query, keys, keys, 32, None), torch.zeros(2))
+    assert torch.equal(output_error(query, keys, keys, values, 32, None), torch.zeros(2))
     noise = torch.randn_like(keys)
-    small, large = (attention_loss(query, keys, keys + size * noise, 32, None) for size in (0.1, 0.5))
+    small, large = (output_error(query, keys, keys + size * noise, values, 32, None) for size in (0.1, 0.5))
     assert (small > 0).all() and (small < large).all()
+    assert_close(
+        output_error(query, keys, keys + noise, 7 * values, 32, None),
+        output_error(query, keys, keys + noise, values, 32, None),
+        1e-5,
+    )
+    assert (output_error(query, keys, keys + noise, torch.zeros_like(values), 32, None) == 0).all()
     moved = keys.clone()
     moved[:, :, -1] += 5.0  # only the last query sees the last token
-    assert (attention_loss(query[:, :, :-1], keys[:, :, :-1], moved[:, :, :-1], 32, None) == 0).all()
-    assert (attention_loss(query, keys, moved, 32, None) > 0).all()
+    before = slice(None, -1)
+    assert (
+        output_error(query[:, :, before], keys[:, :, before], moved[:, :, before], values[:, :, before], 32, None) == 0
+    ).all()
+    assert (output_error(query, keys, moved, values, 32, None) > 0).all()
 
 
 def test_padding_is_neither_seen_nor_asks():
-    keys, _ = random_states(2, HEADS, 40, HEAD_DIM)
+    keys, values = random_states(2, HEADS, 40, HEAD_DIM)
     query, other = queries(2, 8), keys + torch.randn_like(keys)
     padding = torch.tensor([34, 0])
-    found = attention_loss(query, keys, other, 32, padding)
-    alone = attention_loss(query[:1, :, 2:], keys[:1, :, 34:], other[:1, :, 34:], 0, None)
-    assert_close(found, torch.cat([alone, attention_loss(query[1:], keys[1:], other[1:], 32, None)]), 1e-6)
-    wild = torch.where(torch.arange(40)[:, None] < 34, 1e4, other[:1])
-    assert torch.equal(attention_loss(query, keys, torch.cat([wild, other[1:]]), 32, padding), found)
-    assert float(attention_loss(query, keys, other, 32, torch.tensor([40, 0]))[0]) == 0
+    found = output_error(query, keys, other, values, 32, padding)
+    alone = output_error(query[:1, :, 2:], *(states[:1, :, 34:] for states in (keys, other, values)), 0, None)
+    second = output_error(query[1:], keys[1:], other[1:], values[1:], 32, None)
+    assert_close(found, torch.cat([alone, second]), 1e-6)
+    wild = torch.cat([torch.where(torch.arange(40)[:, None] < 34, 1e4, other[:1]), other[1:]])
+    assert torch.equal(output_error(query, keys, wild, values, 32, padding), found)
+    assert float(output_error(query, keys, other, values, 32, torch.tensor([40, 0]))[0]) == 0
 
 
-def test_half_precision_is_judged_in_float32(model, losses):
+def test_half_precision_is_judged_in_float32(model, errors):
     keys, values = random_states(1, HEADS, LENGTH, HEAD_DIM)
     for dtype in (torch.float32, torch.bfloat16):
         attended(model, queries().to(dtype), keys.to(dtype), values.to(dtype))
-    assert all(found.dtype == torch.float32 for found in losses)
-    assert float(losses[1]) == pytest.approx(float(losses[0]), rel=0.1)
+    assert all(found.dtype == torch.float32 for found in errors)
+    assert float(errors[1]) == pytest.approx(float(errors[0]), rel=0.1)
 
 
 # ---------------------------------------------------------------- what it decides
 
 
-def test_a_layer_is_widened_where_the_limit_is_exceeded(model, losses):
+def test_a_layer_is_widened_where_the_limit_is_exceeded(model, errors):
     keys, values = random_states(1, HEADS, LENGTH, HEAD_DIM)
     attended(model, queries(), keys, values)
-    found = float(losses[0])
+    found = float(errors[0])
     for limit, expected in ((0.99 * found, (0,)), (1.01 * found, ())):
         cache, _ = attended(model, queries(), keys, values, quant={**WATCHED, "attention_guard": limit})
         assert cache.guarded_layers == expected
@@ -209,7 +222,7 @@ def test_queries_that_look_elsewhere_need_no_bits(model):
     """The same keys, once read by queries that see their errors and once by queries that hardly see anything."""
     keys, values = random_states(1, HEADS, LENGTH, HEAD_DIM)
     for size, expected in ((1.0, (0,)), (0.05, ())):
-        cache, _ = attended(model, size * queries(), keys, values, quant={**WATCHED, "attention_guard": 0.005})
+        cache, _ = attended(model, size * queries(), keys, values, quant={**WATCHED, "attention_guard": 0.05})
         assert cache.guarded_layers == expected
 
 
@@ -221,24 +234,24 @@ def test_both_limits_have_to_be_exceeded(model):
 
 
 @pytest.mark.parametrize(("slot", "counts"), [(50, False), (51, True), (82, True), (83, False), (99, False)])
-def test_the_last_queries_before_the_first_block_is_due_count(model, losses, slot, counts):
+def test_the_last_queries_before_the_first_block_is_due_count(model, errors, slot, counts):
     keys, values = random_states(1, HEADS, LENGTH, HEAD_DIM)
     quant = {**WATCHED, "residual_length": 64}  # the block is due with the token at slot 4 + 16 + 64 - 1
     changed = queries()
     changed[:, :, slot] *= 3
     for query in (queries(), changed):
         attended(model, query, keys, values, quant=quant)
-    assert (float(losses[0]) != float(losses[1])) == counts
+    assert (float(errors[0]) != float(errors[1])) == counts
 
 
 @pytest.mark.parametrize("sinks", [0, 4])
 @pytest.mark.parametrize("residual", [0, 16, 64])
-def test_any_window_serves(model, losses, sinks, residual):
+def test_any_window_serves(model, errors, sinks, residual):
     keys, values = random_states(1, HEADS, LENGTH, HEAD_DIM)
     quant = {**WATCHED, "sink_length": sinks, "residual_length": residual}
     found = [attended(model, queries(), keys, values, cuts, quant)[0] for cuts in (None, [1] * LENGTH, [11, 60, 29])]
-    assert len(losses) == 3 and float(losses[0]) > 0
-    assert all(float(loss) == pytest.approx(float(losses[0]), rel=1e-5) for loss in losses)
+    assert len(errors) == 3 and float(errors[0]) > 0
+    assert all(float(error) == pytest.approx(float(errors[0]), rel=1e-5) for error in errors)
     for cache in found[1:]:
         assert_same(cache, found[0])
 
@@ -250,7 +263,7 @@ def test_padding_has_no_say(model):
     padding = 2 * BLOCK  # all of the first block is padding in row 0
     results = []
     for padded in (False, True):
-        cache = quant_cache(model, {**WATCHED, "attention_guard": 5.0})
+        cache = quant_cache(model, {**WATCHED, "attention_guard": 0.4})
         if padded:
             cache.set_padding(left_pad(random_ids(2, LENGTH), (padding, 0))[1])
         attended(model, query, keys, values, cache=cache)
@@ -259,7 +272,7 @@ def test_padding_has_no_say(model):
 
 
 @pytest.mark.parametrize("pads", [(7, 0), (25, 3), (40, 0), (99, 0)])
-def test_a_padded_row_is_judged_like_the_row_alone(model, losses, pads):
+def test_a_padded_row_is_judged_like_the_row_alone(model, errors, pads):
     """As far as its tokens lie in blocks alike: without padding in the block or in what is seen, exactly."""
     keys, values = random_states(2, HEADS, LENGTH, HEAD_DIM)
     cache = quant_cache(model, WATCHED)
@@ -271,8 +284,8 @@ def test_a_padded_row_is_judged_like_the_row_alone(model, losses, pads):
     again = quant_cache(model, WATCHED)
     again.set_padding(left_pad(random_ids(2, LENGTH), pads)[1])
     attended(model, queries(2), wild, values, cache=again)
-    assert torch.isfinite(losses[0]).all()
-    assert torch.equal(losses[0], losses[1])
+    assert torch.isfinite(errors[0]).all()
+    assert torch.equal(errors[0], errors[1])
 
 
 # ---------------------------------------------------------------- whoever asks, however calls cut
@@ -282,13 +295,13 @@ def test_a_padded_row_is_judged_like_the_row_alone(model, losses, pads):
 @pytest.mark.parametrize(
     "cuts", [[LENGTH], [1] * LENGTH, [30, 70], [DUE - 1, 1, LENGTH - DUE], [DUE, 64], [2, 30, 68]]
 )
-def test_every_attention_shows_its_queries(model, losses, attend, cuts):
+def test_every_attention_shows_its_queries(model, errors, attend, cuts):
     keys, values = random_states(1, HEADS, LENGTH, HEAD_DIM)
     whole, _ = attended(model, queries(), keys, values, quant={**WATCHED, "attention_guard": 0.0})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cache, _ = attended(model, queries(), keys, values, cuts, {**WATCHED, "attention_guard": 0.0}, attend)
-    assert float(losses[1]) == pytest.approx(float(losses[0]), rel=1e-5)
+    assert float(errors[1]) == pytest.approx(float(errors[0]), rel=1e-5)
     assert cache.guarded_layers == (0,)
     assert_same(cache, whole)
     assert_reported_bytes(cache)
@@ -316,7 +329,7 @@ def test_later_tokens_read_what_was_decided(model, attend, tokens):
     assert not torch.allclose(output, exact, atol=1e-3)
 
 
-def test_a_packed_query_of_one_token_is_unpacked(model, losses):
+def test_a_packed_query_of_one_token_is_unpacked(model, errors):
     """Transformers puts the heads that share keys where tokens are, for one token."""
     keys, values = random_states(1, HEADS, LENGTH, HEAD_DIM)
 
@@ -327,7 +340,7 @@ def test_a_packed_query_of_one_token_is_unpacked(model, losses):
 
     attended(model, queries(), keys, values, [1] * LENGTH)
     attended(model, queries(), keys, values, [1] * LENGTH, attend=packed)
-    assert torch.equal(losses[0], losses[1])
+    assert torch.equal(errors[0], errors[1])
 
 
 def test_shapes_of_queries():
@@ -341,7 +354,7 @@ def test_shapes_of_queries():
     assert by_token(query, shape, 2) is None
 
 
-def test_other_scales_count(model, losses):
+def test_other_scales_count(model, errors):
     keys, values = random_states(1, HEADS, LENGTH, HEAD_DIM)
 
     def scaled(query, lazy_keys, lazy_values):
@@ -350,11 +363,11 @@ def test_other_scales_count(model, losses):
 
     attended(model, queries(), keys, values, attend=scaled)
     attended(model, queries() / SCALE, keys, values)
-    assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-5)
+    assert float(errors[0]) == pytest.approx(float(errors[1]), rel=1e-5)
 
 
 @pytest.mark.parametrize(("family", "factor"), [("gemma3", 1000), ("llama", None)])
-def test_eager_attention_takes_the_factor_of_the_model(losses, family, factor):
+def test_eager_attention_takes_the_factor_of_the_model(errors, family, factor):
     """Eager attention multiplies by it where the cache does not see it."""
     overrides = {} if factor is None else {"query_pre_attn_scalar": factor}
     found = []
@@ -363,10 +376,10 @@ def test_eager_attention_takes_the_factor_of_the_model(losses, family, factor):
         model.set_attn_implementation(attention)
         scaling = find_rotations(model.config)[0].scaling
         assert scaling == pytest.approx(SCALE if factor is None else factor**-0.5)
-        losses.clear()
+        errors.clear()
         with torch.no_grad():
             model(random_ids(1, LENGTH), use_cache=True, **{CACHE_KW: quant_cache(model, WATCHED)})
-        found.append(torch.cat(losses))
+        found.append(torch.cat(errors))
     assert found[0].numel() > 0
     assert_close(found[0], found[1], 1e-5)
 
@@ -456,7 +469,7 @@ ROWS = {"reorder": [1, 0, 1], "select": [2, 0, 0], "repeat": [1, 1, 1], "offload
 
 @pytest.mark.parametrize("name", list(OPERATIONS))
 @pytest.mark.parametrize("held", [FIRST + 3, 20, DUE - 1])
-def test_operations_act_on_queries_that_wait(model, losses, name, held):
+def test_operations_act_on_queries_that_wait(model, errors, name, held):
     keys, values = random_states(3, HEADS, LENGTH, HEAD_DIM)
     query = queries(3)
     cache, _ = attended(model, query[:, :, :held], keys[:, :, :held], values[:, :, :held], [1, held - 1])
@@ -470,7 +483,7 @@ def test_operations_act_on_queries_that_wait(model, losses, name, held):
         warnings.simplefilter("error")
         attended(model, *more, [1, LENGTH - start - 1], cache=cache, start=start)
     attended(model, *more)
-    assert torch.equal(losses[0], losses[1])
+    assert torch.equal(errors[0], errors[1])
     assert cache.quantized_length(0) == 80
     assert_reported_bytes(cache)
 
@@ -504,14 +517,14 @@ def test_cropping_a_prompt_that_waits_keeps_it_exact(model):
         assert_reported_bytes(cache)
 
 
-def test_a_cache_that_was_cut_back_decides_anew(model, losses):
+def test_a_cache_that_was_cut_back_decides_anew(model, errors):
     keys, values = random_states(1, HEADS, LENGTH, HEAD_DIM)
     quant = {**WATCHED, "attention_guard": 0.0}
     cache, _ = attended(model, queries(), keys, values, quant=quant)
     cache.crop(FIRST - LENGTH)
     assert cache.guarded_layers == ()
     attended(model, queries(), keys, values, [LENGTH - FIRST], cache=cache, start=FIRST)
-    assert cache.guarded_layers == (0,) and torch.equal(losses[0], losses[1])
+    assert cache.guarded_layers == (0,) and torch.equal(errors[0], errors[1])
     cache.crop(FIRST + 5 - LENGTH)  # the queries before are gone
     with pytest.warns(UserWarning, match="a cache cut back into its first block"):
         attended(model, queries(), keys, values, [LENGTH - FIRST - 5], cache=cache, start=FIRST + 5)
@@ -522,18 +535,18 @@ def test_a_cache_that_was_cut_back_decides_anew(model, losses):
 
 
 @pytest.mark.parametrize("held", [FIRST + 5, DUE - 1, LENGTH])
-def test_copies_and_files_hold_what_waits(model, losses, tmp_path, held):
+def test_copies_and_files_hold_what_waits(model, errors, tmp_path, held):
     keys, values = random_states(1, HEADS, 2 * LENGTH, HEAD_DIM)
     query = queries(length=2 * LENGTH)
     cache, _ = attended(model, *(states[:, :, :held] for states in (query, keys, values)))
     cache.save(tmp_path)
-    losses.clear()
+    errors.clear()
     for other in (QuantCache.load(tmp_path, model), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache):
         assert other.guarded_layers == cache.guarded_layers if other is not cache else True
         attended(model, query, keys, values, [1, 2 * LENGTH - held - 1], cache=other, start=held)
         assert_reported_bytes(other)
         assert_same(other, attended(model, query, keys, values)[0])
-    assert all(torch.equal(found, losses[0]) for found in losses)
+    assert all(torch.equal(found, errors[0]) for found in errors)
 
 
 def test_an_undecided_prompt_travels_exactly(model, tmp_path):
@@ -555,7 +568,7 @@ def test_a_failure_while_judging_loses_nothing(model, monkeypatch):
     def failing(*_):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(layer_module, "attention_loss", failing)
+    monkeypatch.setattr(layer_module, "output_error", failing)
     cache = quant_cache(model, WATCHED)
     with pytest.raises(MemoryError):
         attended(model, queries(), keys, values, cache=cache)
@@ -588,14 +601,14 @@ def test_asking_late_changes_nothing(model):
         by_sdpa(queries()[:, :, 20:], *stale)
 
 
-def test_a_prompt_whose_layer_asks_twice_is_judged_once(model, losses):
+def test_a_prompt_whose_layer_asks_twice_is_judged_once(model, errors):
     """Layers that share keys: the first that reads them counts."""
     keys, values = random_states(1, HEADS, LENGTH, HEAD_DIM)
     cache = quant_cache(model, WATCHED)
     lazy = feed(cache, keys, values)
     first = by_sdpa(queries(), *lazy)
     assert torch.equal(by_sdpa(queries(), *lazy), first)
-    assert len(losses) == 1
+    assert len(errors) == 1
 
 
 # ---------------------------------------------------------------- models
@@ -638,7 +651,7 @@ def test_beams_and_samples(model):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2", "gemma3", "phi3", "cohere", "gpt_oss", "opt", "falcon"])
-def test_families_show_their_queries(family, losses):
+def test_families_show_their_queries(family, errors):
     for attention in ("eager", "sdpa")[: 1 if family == "gpt_oss" else 2]:  # it has no sdpa
         model = tiny_model(family)
         model.set_attn_implementation(attention)
@@ -657,13 +670,13 @@ def test_a_family_that_adds_while_it_multiplies_does_not_show_them():
     assert cache.guarded_layers == () and cache.quantized_length(0) == 80
 
 
-def test_positions_tell_the_padding(model, losses):
+def test_positions_tell_the_padding(model, errors):
     ids, mask = left_pad(random_ids(2, LENGTH), (9, 0))
     for kwargs in ({"position_ids": positions(mask)}, {}):
         cache = quant_cache(model, WATCHED)
         with torch.no_grad():
             model(ids, attention_mask=mask, use_cache=True, **kwargs, **{CACHE_KW: cache})
-    assert not torch.equal(losses[0][:1], losses[2][:1])
+    assert not torch.equal(errors[0][:1], errors[2][:1])
 
 
 # ---------------------------------------------------------------- settings

@@ -161,6 +161,7 @@ def as_decided(
         for index, layer in layers.items():
             other = decided.quantized_layer(index)
             other.config = replace(other.config.without_guards(), key=layer.key_spec)
+            other.reset()
         return decided
 
     return make
