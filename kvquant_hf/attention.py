@@ -54,10 +54,10 @@ def kvquant_attention_forward(
         raise ValueError(f"`attn_implementation='kvquant'` does not support {named}; use 'sdpa' or 'eager'.")
     if kwargs.get("output_attentions"):
         raise ValueError("`attn_implementation='kvquant'` does not support `output_attentions=True`; use 'eager'.")
-    if isinstance(key, LazyKV) and is_lazy_pair(key, value):
+    if isinstance(key, LazyKV):
         key.show(query, scaling)
-        if key.is_given:  # a prompt attends to itself exactly
-            key, value = key.to_dense(), cast(LazyKV, value).to_dense()
+        if key.is_given or key.is_arranged:  # a prompt attends to itself exactly
+            key, value = key.to_dense(), value.to_dense() if isinstance(value, LazyKV) else value
     if not isinstance(key, LazyKV):
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

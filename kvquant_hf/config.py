@@ -129,7 +129,7 @@ class KVQuantConfig:
     @property
     def has_guard(self) -> bool:
         """Whether the first block decides how keys are stored (`kvquant_hf.guard`)."""
-        return self.key.is_quantized and (self.outlier_guard is not None or self.attention_guard is not None)
+        return self.key.nbits < 8 and (self.outlier_guard is not None or self.attention_guard is not None)
 
     def without_guards(self) -> "KVQuantConfig":
         """These settings of a single layer with keys stored as `key` says, whatever they look like."""

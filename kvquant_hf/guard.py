@@ -22,9 +22,9 @@ from kvquant_hf.spec import NORM_METHODS, QuantSpec
 _WIDER = {2: 4, 3: 4, 4: 8}
 _UNSEEN = (
     "`attention_guard` has no say where attention does not show the cache its queries (flash attention, models that "
-    "expand what they store, keys that are fed without attention, a cache cut back into its first block): "
-    "`outlier_guard` decides alone there, and without it the layer is stored as `key` says. Attention by 'sdpa', "
-    "'eager' and 'kvquant' shows them."
+    "expand what they store, keys that need gradients or are fed without attention, a cache cut back into its first "
+    "block): `outlier_guard` decides alone there, and without it the layer is stored as `key` says. Otherwise "
+    "attention by 'sdpa', 'eager' and 'kvquant' shows them."
 )
 # The smallest positive float32: a head without any spread has the imbalance 0.
 _TINY = torch.finfo(torch.float32).tiny
@@ -41,8 +41,8 @@ def guarded(spec: QuantSpec) -> QuantSpec:
     nbits = _WIDER.get(spec.nbits, spec.nbits)
     if nbits == 8 != spec.nbits and spec.method in NORM_METHODS:
         raise ValueError(
-            f"`outlier_guard` must be None for keys of {spec.nbits} bits with `method={spec.method!r}`, which has no "
-            f"wider codes."
+            f"`outlier_guard` and `attention_guard` must be None for keys of {spec.nbits} bits with "
+            f"`method={spec.method!r}`, which has no wider codes."
         )
     serves = isinstance(spec.levels, str) and nbits in spec.levels_nbits
     if nbits == spec.nbits or serves or spec.method != "affine":
@@ -100,7 +100,7 @@ def output_error(
     queries = query.float().unflatten(1, (key.shape[1], -1))
 
     def probabilities(states: torch.Tensor) -> torch.Tensor:
-        scores = queries @ states.float()[:, :, None].transpose(-1, -2)
+        scores: torch.Tensor = queries @ states.float()[:, :, None].transpose(-1, -2)
         return scores.masked_fill(hidden[:, None, None], torch.finfo(torch.float32).min).softmax(-1)
 
     exact, values = probabilities(key), value.float()[:, :, None]

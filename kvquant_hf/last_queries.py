@@ -7,13 +7,16 @@ from kvquant_hf.window import ExactTokens
 
 # Fewer are a noisier sample, more lie further from the end.
 _MOST = 32
+# Tokens between the last of them and the one with which the block falls due, as far as the residual window is long:
+# so many guesses of speculative decoding may be taken back without having been judged by.
+_MARGIN = 32
 
 
 class LastQueries:
     """Scaled queries of up to 32 tokens, collected as calls of attention bring them.
 
     A first block is quantized as soon as slot `S + L + R - 1` (sinks, block, residual window) is filled. The queries
-    are those of the slots just before it, which lie behind the layer when tokens come one by one and are part of a
+    are those of slots shortly before it, which lie behind the layer when tokens come one by one and are part of a
     longer prompt, so that they are the same ones however calls cut the tokens.
 
     Args:
@@ -21,7 +24,8 @@ class LastQueries:
     """
 
     def __init__(self, config: KVQuantConfig) -> None:
-        self.end = config.sink_length + config.block_length + config.residual_length - 1
+        due = config.sink_length + config.block_length + config.residual_length - 1
+        self.end = due - min(_MARGIN, config.residual_length // 2)
         self.first = max(0, self.end - _MOST)
         self.window = ExactTokens(self.end - self.first)
 
@@ -39,11 +43,11 @@ class LastQueries:
         """`[B, H_q, N, D]` of the slots `first … end - 1`, times the factor of the scores; `None` unless complete."""
         return self.window.view() if self.is_complete else None
 
-    def take(self, query: torch.Tensor, slot: int) -> None:
+    def take(self, query: torch.Tensor, slot: int, scale: float) -> None:
         """Keep what is wanted of queries `[B, H_q, t, D]` of the slots from `slot` on, if none before are missing."""
         held = self.first + self.window.length
         if slot <= held < min(slot + query.shape[2], self.end):
-            self.window.append(query[:, :, held - slot : self.end - slot])
+            self.window.append(query[:, :, held - slot : self.end - slot] * scale)
 
     def truncate(self, length: int) -> None:
         """Forget the queries of the slots from `length` on."""

@@ -145,9 +145,11 @@ class QuantLayer(StoredLayer):
         keys, values = self._residual
         if not length or length < self._exact_until or self._is_away or keys.buffer is None or values.buffer is None:
             return False
-        if _needs_grad((key_states, value_states)) or self._wants_queries(key_states):
+        if _needs_grad((key_states, value_states)):
             return False
         self._check_states(key_states, value_states)
+        if self._wants_queries(key_states):
+            return False
         tokens = key_states.shape[2]
         held = keys.length
         waiting = held + tokens
@@ -201,33 +203,35 @@ class QuantLayer(StoredLayer):
         """Whether the attention guard judges by queries of some of these new tokens `[B, H, t, D]`."""
         return self._last_queries is not None and self._last_queries.wants(self._length, states.shape[2])
 
-    def _see(self, slot: int, tokens: int, epoch: int, query: torch.Tensor | None, scale: float | None) -> KVView:
+    def _see(
+        self, slot: int, tokens: int, epoch: int, query: torch.Tensor | None, scale: float | None
+    ) -> KVView | None:
         """Take the queries of the `tokens` tokens from `slot` on, and quantize what waited for them.
 
         Args:
             slot: Slot of the first of them.
             tokens: Tokens of the update.
-            epoch: The layer's counter of changes after it; nothing happens where the layer has changed since.
+            epoch: The layer's counter of changes after it.
             query: What attention asked, `None` where it did not show.
             scale: Factor of the scores, `None` for that of the model.
 
         Returns:
-            The layer as attention should read it.
+            The layer as attention should read it; `None`, and nothing happens, where it has changed since.
         """
-        if self._epoch[0] == epoch:
-            with torch.inference_mode(False), torch.no_grad():
-                self.prefetch()
-                found = None if query is None else by_token(query.detach(), self._shapes[0], tokens)
-                if found is not None and self._last_queries is not None:
-                    factor = scale or self._scaling or found.shape[3] ** -0.5
-                    self._last_queries.take(found * factor, slot)
-                blocks = self._blocks_due(self._residual[0].length)
-                if blocks:
-                    held = [cast(torch.Tensor, window.view()) for window in self._residual]
-                    self._flush(held[0], held[1], blocks)
-                    for window, side in zip(self._residual, held, strict=True):
-                        window.replace(side[:, :, blocks * self.config.block_length :].clone())
-            self._epoch[0] += 1
+        if self._epoch[0] != epoch:
+            return None
+        with torch.inference_mode(False), torch.no_grad():
+            self.prefetch()
+            found = None if query is None else by_token(query.detach(), self._shapes[0], tokens)
+            if found is not None and self._last_queries is not None:
+                self._last_queries.take(found, slot, scale or self._scaling or found.shape[3] ** -0.5)
+            blocks = self._blocks_due(self._residual[0].length)
+            if blocks:
+                held = [cast(torch.Tensor, window.view()) for window in self._residual]
+                self._flush(held[0], held[1], blocks)
+                for window, side in zip(self._residual, held, strict=True):
+                    window.replace(side[:, :, blocks * self.config.block_length :].clone())
+        self._epoch[0] += 1
         return self.view(tokens)
 
     def _store(self, states: tuple[torch.Tensor, torch.Tensor], waits: bool) -> None:
@@ -323,18 +327,19 @@ class QuantLayer(StoredLayer):
     ) -> torch.Tensor:
         """`output_error` of the first of these blocks for queries from `slot` on, the stores being empty again."""
         first, length, end = self._num_sink_slots, self.config.block_length, slot + query.shape[2]
-        self._open_stores(key_states, value_states, self.config.key)
-        try:
-            self._append_blocks(key_states, value_states, 1)
-            read = next(tile.keys for tile in self.view().tiles() if tile.first == first)
-        finally:
+        with torch.autocast(key_states.device.type, enabled=False):
             self._open_stores(key_states, value_states, self.config.key)
-        keys, values = key_states, value_states
-        if self._sinks is not None:
-            keys, values = (torch.cat(pair, dim=2) for pair in zip(self._sinks, (keys, values), strict=True))
-        stored = keys[:, :, :end].float().clone()
-        stored[:, :, first : first + length] = read[:, :, : end - first]
-        return output_error(query, keys[:, :, :end], stored, values[:, :, :end], slot, self._padding)
+            try:
+                self._append_blocks(key_states, value_states, 1)
+                read = next(tile.keys for tile in self.view().tiles() if tile.first == first)
+            finally:
+                self._open_stores(key_states, value_states, self.config.key)
+            keys, values = (states[:, :, : end - first] for states in (key_states, value_states))
+            if self._sinks is not None:
+                keys, values = (torch.cat(pair, dim=2) for pair in zip(self._sinks, (keys, values), strict=True))
+            stored = keys.float().clone()
+            stored[:, :, first : first + length] = read[:, :, : end - first]
+            return output_error(query, keys, stored, values, slot, self._padding)
 
     def _encode(self, store: BlockStore, states: torch.Tensor, slot: int, rotation: KeyRotation | None) -> Any:
         """Codes of whole blocks `[B, H, n · L, D]` that begin at `slot`."""

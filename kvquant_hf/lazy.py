@@ -14,15 +14,12 @@ from kvquant_hf.view import KVView
 MAX_FUSED_ROWS = 16
 # A function of a tensor and its other arguments.
 _Step = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
-# What arranges keys without changing them, as attention does before it multiplies, and the products.
+# What eager attention does with keys before it multiplies, and the products.
 _ARRANGE = {
-    *(
-        getattr(torch.Tensor, name)
-        for name in ("__getitem__", "contiguous", "expand", "flatten", "permute", "reshape")
-    ),
-    *(getattr(torch.Tensor, name) for name in ("repeat_interleave", "transpose", "unsqueeze", "view")),
-    *(torch.flatten, torch.permute, torch.repeat_interleave, torch.reshape, torch.transpose, torch.unsqueeze),
+    *(torch.Tensor.__getitem__, torch.Tensor.expand, torch.Tensor.reshape, torch.reshape),
+    *(torch.Tensor.repeat_interleave, torch.repeat_interleave, torch.Tensor.transpose, torch.transpose),
 }
+_TRANSPOSE = (torch.Tensor.transpose, torch.transpose)
 _PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
 
 
@@ -58,7 +55,7 @@ class _WatchedPair(_DensePair):
     Args:
         view: The layer before it has decided; gives shapes.
         show: Called once, with the queries and the factor of their scores, or with `None` where the keys are read in
-            a way that shows no queries. Returns the layer as attention should read it.
+            a way that shows no queries. Returns the layer as attention should read it, `None` where it has moved on.
         given: Exact keys and values that attention reads instead, those of a prompt.
     """
 
@@ -75,7 +72,7 @@ class _WatchedPair(_DensePair):
             if self._given is None:
                 self.view.check_current()
             self.waits = False
-            self.view = self._show(query, scale)
+            self.view = self._show(query, scale) or self.view
 
     def dense(self, side: int) -> torch.Tensor:
         """Keys (side 0) or values. Values of a prompt may be read before attention has asked."""
@@ -84,7 +81,7 @@ class _WatchedPair(_DensePair):
         return super().dense(side) if self._given is None else self._given[side]
 
 
-Show = Callable[[torch.Tensor | None, float | None], KVView]
+Show = Callable[[torch.Tensor | None, float | None], KVView | None]
 
 
 class LazyKV(torch.Tensor):
@@ -104,13 +101,14 @@ class LazyKV(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, pair: _DensePair, side: int, shape: torch.Size | None = None, steps: tuple[_Step, ...] = ()
+        cls, pair: _DensePair, side: int, like: torch.Tensor | None = None, steps: tuple[_Step, ...] = ()
     ) -> "LazyKV":
-        """A stand-in for side 0 (keys) or 1 (values) of `pair`, or for what `steps` make of it, of that `shape`."""
+        """A stand-in for side 0 (keys) or 1 (values) of `pair`, or for what `steps` make of it, formed `like` this."""
         view = pair.view
         lazy: LazyKV = torch.Tensor._make_wrapper_subclass(
             cls,
-            shape or (view.value_shape if side else view.key_shape),
+            (view.value_shape if side else view.key_shape) if like is None else like.shape,
+            strides=None if like is None else like.stride(),
             dtype=view.value_dtype if side else view.key_dtype,
             device=view.device,
         )
@@ -131,6 +129,11 @@ class LazyKV(torch.Tensor):
     def is_given(self) -> bool:
         """Whether this stands for the very tensors that an empty layer was given."""
         return self._pair.is_given
+
+    @property
+    def is_arranged(self) -> bool:
+        """Whether this stands for what became of keys or values since the update that handed them out."""
+        return bool(self._steps)
 
     @property
     def waits(self) -> bool:
@@ -158,8 +161,8 @@ class LazyKV(torch.Tensor):
         """What a step makes of this, later."""
         func, args, kwargs = step
         with torch._C.DisableTorchFunctionSubclass():
-            shape = func(torch.empty(self.shape, dtype=self.dtype, device="meta"), *args, **kwargs).shape
-        return LazyKV(self._pair, self._side, shape, (*self._steps, step))
+            like = func(torch.empty_strided(self.shape, self.stride(), device="meta"), *args, **kwargs)
+        return LazyKV(self._pair, self._side, like, (*self._steps, step))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # no stub
         """Name, shape and dtype; does not read the cache."""
@@ -179,7 +182,7 @@ class LazyKV(torch.Tensor):
             return _attend(*args, **kwargs)
         if func in _ARRANGE:
             lazy = args[0] if args else None
-            if isinstance(lazy, LazyKV) and lazy.waits and not _has_tensor((args[1:], kwargs)):
+            if isinstance(lazy, LazyKV) and lazy.waits and _can_wait(func, args[1:], kwargs):
                 return lazy._arranged((func, args[1:], kwargs))
         elif func in _PRODUCTS and len(args) == 2 and isinstance(args[1], LazyKV):
             query, key = args
@@ -226,14 +229,23 @@ def is_lazy_pair(key: object, value: object) -> bool:
 
 def fits_fused(query: torch.Tensor, view: KVView) -> bool:
     """Whether the fused operation is the better way to serve this query: one new token, or few rows per head."""
-    if view.backend == "dense":
+    if view.backend == "dense" or not query.shape[2]:
         return False
     rows = query.shape[1] * query.shape[2] // view.key_shape[1]
     return view.query_length == 1 or rows <= MAX_FUSED_ROWS
 
 
-def _has_tensor(arguments: object) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(arguments))
+def _can_wait(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a step only arranges keys, and may be what attention does before it multiplies.
+
+    Kernels that take tokens before heads get real tensors at once: not all of them ask for more than an address.
+    """
+    leaves = tree_leaves((args, dict(kwargs)))
+    if func in _TRANSPOSE:
+        return leaves in ([2, 3], [3, 2], [-1, -2], [-2, -1])
+    if func is torch.Tensor.__getitem__:
+        return all(leaf is None or leaf is Ellipsis or type(leaf) in (int, slice) for leaf in leaves)
+    return not any(isinstance(leaf, torch.Tensor) for leaf in leaves)
 
 
 def _to_dense(value: Any) -> Any:

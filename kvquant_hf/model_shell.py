@@ -40,6 +40,7 @@ class ShellRun:
         num_heads: Key/value heads by layer.
         head_dims: Size of a key and of a value vector, by layer.
         tables: The distinct `inv_freq` buffers of the model at the end of the run, each one-dimensional, float32.
+        scalings: What each layer's attention multiplies products of queries and keys by.
         error: What stopped the run before its end, or `None`.
     """
 
@@ -49,6 +50,7 @@ class ShellRun:
     num_heads: dict[int, int] = field(default_factory=dict)
     head_dims: dict[int, tuple[int, int]] = field(default_factory=dict)
     tables: list[torch.Tensor] = field(default_factory=list)
+    scalings: dict[int, float] = field(default_factory=dict)
     error: Exception | None = None
 
 
@@ -77,12 +79,6 @@ class ModelShell:
                     weight = self._constants.take(parameter.numel()).abs().reshape(parameter.shape)
                     setattr(module, name, nn.Parameter(weight, requires_grad=False))
 
-    @property
-    def scalings(self) -> dict[int, float]:
-        """Factors of the scores by layer, as far as attention modules keep them under Transformers' usual name."""
-        kept = ((getattr(m, "layer_idx", None), getattr(m, "scaling", None)) for m in self._model.modules())
-        return {index: factor for index, factor in kept if isinstance(index, int) and isinstance(factor, float)}
-
     def run(self, positions: Sequence[int], layers: Collection[int] | None = None) -> ShellRun:
         """Feed one constant token at the given positions, or at `0, 1, …` where the model takes no positions.
 
@@ -101,7 +97,7 @@ class ModelShell:
         cache_argument = next((name for name in _CACHE_ARGUMENTS if name in parameters), None)
         if cache_argument is None:
             raise TypeError(f"{type(self._model).__name__}.forward takes none of {_CACHE_ARGUMENTS}")
-        with isolated(), _ConstantProducts(self._constants):
+        with isolated(), _ConstantProducts(self._constants, run):
             try:
                 arguments: dict[str, Any] = {
                     "input_ids": torch.ones(1, len(positions), dtype=torch.long),
@@ -242,11 +238,16 @@ class _ConstantProducts(TorchFunctionMode):
     Where a weight enters any other operation (a bias of an expert that is added), constants take its place.
     Operations on many elements (the state of a linear attention layer) go to the meta device: keys of a few tokens are
     never that large, and of the rest only the shape matters.
+
+    The first product after a layer has handed its keys to the cache is that of queries and keys; by what numbers it is
+    multiplied before the softmax is noted.
     """
 
-    def __init__(self, constants: _Constants) -> None:
+    def __init__(self, constants: _Constants, run: ShellRun) -> None:
         super().__init__()
         self._constants = constants
+        self._run = run
+        self._scores: torch.Tensor | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -264,13 +265,27 @@ class _ConstantProducts(TorchFunctionMode):
         change = _on_meta
         if _elements(func, tensors, args, kwargs) <= _MANY_ELEMENTS:
             try:
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                self._note_scaling(func, args, result)
+                return result
             except (RuntimeError, NotImplementedError):  # how torch refuses mixed devices, and reading meta tensors
                 if sum(tensor.numel() for tensor in tensors) <= _MANY_ELEMENTS or all(t.is_meta for t in tensors):
                     change = self._constant_like
                 if func is torch.Tensor.view:
                     func = torch.Tensor.reshape  # constants and meta tensors may have other strides than real results
         return func(*_changed(args, change), **dict(zip(kwargs, _changed(kwargs.values(), change), strict=True)))
+
+    def _note_scaling(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
+        scalings = self._run.scalings
+        if func in _MATMULS and self._run.keys:
+            layer_idx = next(reversed(self._run.keys))
+            if layer_idx not in scalings:
+                scalings[layer_idx] = 1.0
+                self._scores = result
+        elif isinstance(result, torch.Tensor) and args and args[0] is self._scores:
+            if func in _SCALINGS and (not isinstance(args[1], torch.Tensor) or args[1].numel() == 1):
+                scalings[next(reversed(scalings))] *= float(args[1]) ** _SCALINGS[func]
+            self._scores = None if "softmax" in getattr(func, "__name__", "") else result
 
     def _constant_like(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
@@ -310,6 +325,14 @@ def _changed(values: Iterable[Any], change: Callable[[torch.Tensor], torch.Tenso
 # By name, since Transformers puts functions of its own in the place of those of `torch.nn.init`.
 _RANDOM_FILLS = ("kaiming_uniform_", "normal_", "trunc_normal_", "uniform_", "xavier_normal_", "xavier_uniform_")
 _MULTIPLICATIONS = (torch.mul, torch.Tensor.mul, torch.Tensor.__mul__)
+_MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+# What scales scores, and the exponent of the number they are multiplied by.
+_SCALINGS: dict[Callable[..., Any], int] = {
+    **dict.fromkeys((*_MULTIPLICATIONS, torch.Tensor.__rmul__, torch.Tensor.__imul__, torch.Tensor.mul_), 1),
+    **dict.fromkeys(
+        (torch.div, torch.Tensor.div, torch.Tensor.__truediv__, torch.Tensor.__itruediv__, torch.Tensor.div_), -1
+    ),
+}
 _OPERANDS = ("input", "mat1", "weight", "mat2", "other")
 # Where a product has its rows and its weight among the operands, and the weight's dimension that the result takes.
 _PRODUCTS: dict[Callable[..., Any], tuple[int, int, int]] = {

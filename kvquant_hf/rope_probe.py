@@ -52,7 +52,7 @@ class LayerRope:
         num_heads: Key/value heads that the whole model hands to the cache, or `None` where its code could not be run.
             A process of a tensor-parallel model holds fewer.
         head_dims: Size of a key and of a value vector in the cache, or `None` likewise.
-        scaling: Factor of the scores as the attention module keeps it (`scaling`), or `None` where it has none.
+        scaling: What eager attention multiplies `q·k` by, or `None` where it does not multiply queries and keys.
     """
 
     rotation: KeyRotation | None
@@ -140,7 +140,7 @@ def _examine(config: PreTrainedConfig, model_class: "type[PreTrainedModel]") -> 
             layer,
             num_heads=run.num_heads.get(layer_idx),
             head_dims=run.head_dims.get(layer_idx),
-            scaling=shell.scalings.get(layer_idx),
+            scaling=run.scalings.get(layer_idx),
         )
         for layer_idx, layer in enumerate(layers)
     ]

@@ -114,7 +114,7 @@ def test_every_preset_can_be_guarded(model, preset):
 
 
 def test_keys_without_wider_codes_are_refused_before_there_is_anything_to_lose(model):
-    with pytest.raises(ValueError, match=r"`outlier_guard` must be None for keys of 4 bits with `method='turbo"):
+    with pytest.raises(ValueError, match=r"guard` must be None for keys of 4 bits with `method='turbo"):
         QuantCache(model.config, "turboquant4", outlier_guard=6)
     assert QuantCache(model.config, "turboquant4", layers={0: {"key": {"nbits": 3}, "outlier_guard": 6}})
 

@@ -201,3 +201,10 @@ def test_inference_mode_and_plain_calls_can_be_mixed():
         keys, values = layer.update(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16))
         F.scaled_dot_product_attention(torch.randn(1, 2, 1, 16), keys, values)
     copy.deepcopy(layer)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch", "dense"])
+def test_no_query_gets_no_output(backend):
+    layer, keys, values = updated(new=3, backend=backend)
+    output = F.scaled_dot_product_attention(torch.randn(2, 2, 0, 16), keys, values)
+    assert output.shape == (2, 2, 0, 16)
