@@ -23,7 +23,7 @@ from harness import (
 from tiny_models import HEAD_DIM, tiny_model
 from torch.nn import functional as F
 
-import kvquant_hf.layer as layer_module
+import kvquant_hf.block_layer as block_layer
 from kvquant_hf import KVQuantConfig, LazyKV, QuantCache, StaleViewError, register_attention
 from kvquant_hf.attention import kvquant_attention_forward
 from kvquant_hf.guard import output_error
@@ -52,7 +52,7 @@ def errors(monkeypatch):
         found.append(output_error(*args))
         return found[-1]
 
-    monkeypatch.setattr(layer_module, "output_error", noted)
+    monkeypatch.setattr(block_layer, "output_error", noted)
     return found
 
 
@@ -583,7 +583,7 @@ def test_a_failure_while_judging_loses_nothing(model, monkeypatch):
     def failing(*_):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(layer_module, "output_error", failing)
+    monkeypatch.setattr(block_layer, "output_error", failing)
     cache = quant_cache(model, WATCHED)
     with pytest.raises(MemoryError):
         attended(model, queries(), keys, values, cache=cache)

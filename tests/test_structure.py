@@ -15,6 +15,7 @@ LAYERS = [
     {"layer_state"},
     {"rope_probe", "memory", "attention", "query_moments", "capture", "misuse"},
     {"model_shell", "layer"},
+    {"block_layer"},
     {"guard", "stored_layer"},
     {"last_queries", "lazy", "other_layers", "padding"},
     {"ops"},
