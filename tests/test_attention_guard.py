@@ -249,8 +249,12 @@ def test_the_last_queries_before_the_first_block_is_due_count(model, errors, slo
 def test_any_window_serves(model, errors, sinks, residual):
     keys, values = random_states(1, HEADS, LENGTH, HEAD_DIM)
     quant = {**WATCHED, "sink_length": sinks, "residual_length": residual}
-    found = [attended(model, queries(), keys, values, cuts, quant)[0] for cuts in (None, [1] * LENGTH, [11, 60, 29])]
-    assert len(errors) == 3 and float(errors[0]) > 0
+    due = sinks + BLOCK + residual
+    found = [
+        attended(model, queries(), keys, values, cuts, quant)[0]
+        for cuts in (None, [1] * LENGTH, [11, 60, 29], [due, LENGTH - due])
+    ]
+    assert len(errors) == 4 and float(errors[0]) > 0
     assert all(float(error) == pytest.approx(float(errors[0]), rel=1e-5) for error in errors)
     for cache in found[1:]:
         assert_same(cache, found[0])
@@ -409,6 +413,19 @@ def test_without_queries_the_ratio_decides_alone_and_a_warning_says_so(model):
         assert cache.guarded_layers == expected
         assert cache.quantized_length(0) == LENGTH // BLOCK * BLOCK - BLOCK
         assert_reported_bytes(cache)
+
+
+@pytest.mark.parametrize("unseen", [(0, 10), (5, 15), (20, 30)])
+def test_all_queries_have_to_be_seen(model, errors, unseen):
+    keys, values = random_states(1, HEADS, LENGTH, HEAD_DIM)
+    first, end = unseen
+    cache = quant_cache(model, WATCHED)
+    for slot in range(first):
+        attended(model, queries(), keys, values, [1], cache=cache, start=slot)
+    feed(cache, keys[:, :, first:end], values[:, :, first:end])
+    with pytest.warns(UserWarning, match="attention_guard"):
+        attended(model, queries(), keys, values, [5, LENGTH - end - 5], cache=cache, start=end)
+    assert not errors and cache.guarded_layers == () and cache.quantized_length(0) == 80
 
 
 def test_keys_that_are_read_another_way_are_stored_at_once(model):
