@@ -44,9 +44,18 @@ class LastQueries:
         return self.window.view() if self.is_complete else None
 
     def take(self, query: torch.Tensor, slot: int, scale: float) -> None:
-        """Keep what is wanted of queries `[B, H_q, t, D]` of the slots from `slot` on, if none before are missing."""
-        held = self.first + self.window.length
-        if slot <= held < min(slot + query.shape[2], self.end):
+        """Keep what is wanted of queries of the slots from `slot` on.
+
+        Nothing is kept where some before are missing, or where those had other heads.
+
+        Args:
+            query: `[B, H_q, t, D]`.
+            slot: Slot of the first of them.
+            scale: Factor of the scores.
+        """
+        held, kept = self.first + self.window.length, self.window.view()
+        follows = slot <= held < min(slot + query.shape[2], self.end)
+        if follows and (kept is None or kept.shape[1] == query.shape[1]):
             self.window.append(query[:, :, held - slot : self.end - slot] * scale)
 
     def truncate(self, length: int) -> None:

@@ -319,6 +319,26 @@ def test_a_prompt_attends_to_itself_exactly(model, attend):
 
 
 @each_way
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_short_prompt_attends_to_itself_exactly(model, attend, tokens):
+    keys, values = random_states(1, HEADS, tokens, HEAD_DIM)
+    _, output = attended(model, queries(length=tokens), keys, values, attend=attend)
+    assert torch.equal(output, attend(queries(length=tokens), keys, values))
+
+
+def test_a_part_of_the_keys_is_read_as_that_part(model):
+    keys, values = random_states(1, HEADS, LENGTH, HEAD_DIM)
+    cache, _ = attended(model, queries(), keys, values, [20])
+    lazy = feed(cache, keys[:, :, 20:21], values[:, :, 20:21])
+    query = queries()[:, :HEADS, 20:21]
+    output = F.scaled_dot_product_attention(
+        query, *(states[:, :, -5:] for states in lazy)
+    )  # by fewer heads than before
+    expected = F.scaled_dot_product_attention(query, keys[:, :, 16:21], values[:, :, 16:21])
+    assert torch.equal(output, expected)
+
+
+@each_way
 @pytest.mark.parametrize("tokens", [1, 3, 70])
 def test_later_tokens_read_what_was_decided(model, attend, tokens):
     """The call in which the first block falls due reads it from codes, as without a guard."""
@@ -646,7 +666,7 @@ def test_guesses_that_are_taken_back_were_not_judged_by(model, errors):
     keys, values = random_states(1, HEADS, LENGTH, HEAD_DIM)
     quant = {**WATCHED, "residual_length": 64}
     due, wrong = SINKS + BLOCK + 64, random_states(1, HEADS, 20, HEAD_DIM, seed=5)
-    for held in range(due - 20, due):
+    for held in range(17, due, 3):
         cache, _ = attended(model, queries()[:, :, :held], keys[:, :, :held], values[:, :, :held], quant=quant)
         attended(model, queries(length=20, seed=6), *wrong, cache=cache)
         cache.crop(-20)
