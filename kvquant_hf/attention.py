@@ -55,7 +55,7 @@ def kvquant_attention_forward(
     if kwargs.get("output_attentions"):
         raise ValueError("`attn_implementation='kvquant'` does not support `output_attentions=True`; use 'eager'.")
     if isinstance(key, LazyKV):
-        key.show(query, scaling)
+        key.show(query, query.shape[-1] ** -0.5 if scaling is None else scaling)
         if key.is_given or key.is_arranged:  # a prompt attends to itself exactly
             key, value = key.to_dense(), value.to_dense() if isinstance(value, LazyKV) else value
     if not isinstance(key, LazyKV):

@@ -43,9 +43,9 @@ class KVQuantConfig:
         outlier_guard: Keys of a layer get 4 bits instead of 2 or 3, or 8 instead of 4, where the widest channel of
             the first block is more than this many times as wide as the median one (`kvquant_hf.guard`); `None` gives
             all layers what `key` says.
-        attention_guard: The same where the first block, stored as `key` says, moves what attention gives to the last
-            tokens before it is quantized by more than this share (0.1: a tenth). With `outlier_guard` both limits have
-            to be exceeded.
+        attention_guard: The same where the first block, stored as `key` says, moves what attention gives to tokens
+            shortly before it is quantized by more than this share (0.1: a tenth). With `outlier_guard` both limits
+            have to be exceeded.
     """
 
     key: QuantSpec = field(default_factory=lambda: QuantSpec(granularity="per_channel"))
@@ -130,6 +130,11 @@ class KVQuantConfig:
     def has_guard(self) -> bool:
         """Whether the first block decides how keys are stored (`kvquant_hf.guard`)."""
         return self.key.nbits < 8 and (self.outlier_guard is not None or self.attention_guard is not None)
+
+    @property
+    def asks_queries(self) -> bool:
+        """Whether real queries have a say in how keys are stored."""
+        return self.has_guard and self.attention_guard is not None
 
     def without_guards(self) -> "KVQuantConfig":
         """These settings of a single layer with keys stored as `key` says, whatever they look like."""

@@ -189,7 +189,8 @@ class QuantLayer(BlockLayer):
             self.prefetch()
             found = None if query is None else by_token(query.detach(), self._shapes[0], tokens)
             if found is not None and self._last_queries is not None:
-                self._last_queries.take(found, slot, scale or self._scaling or found.shape[3] ** -0.5)
+                own = found.shape[3] ** -0.5 if self._scaling is None else self._scaling
+                self._last_queries.take(found, slot, own if scale is None else scale)
             blocks = self._blocks_due(self._residual[0].length)
             if blocks:
                 held = [cast(torch.Tensor, window.view()) for window in self._residual]

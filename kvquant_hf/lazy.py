@@ -264,7 +264,7 @@ def _attend(
 ) -> torch.Tensor:
     """`F.scaled_dot_product_attention` where keys or values are lazy."""
     if isinstance(key, LazyKV) and not isinstance(query, LazyKV):
-        key.show(query, scale)
+        key.show(query, query.shape[-1] ** -0.5 if scale is None else scale)
     if is_lazy_pair(key, value) and dropout_p == 0.0 and not is_causal and not isinstance(query, LazyKV):
         key = cast(LazyKV, key)
         view = key.view_of_cache

@@ -266,13 +266,14 @@ class _ConstantProducts(TorchFunctionMode):
         if _elements(func, tensors, args, kwargs) <= _MANY_ELEMENTS:
             try:
                 result = func(*args, **kwargs)
-                self._note_scaling(func, args, result)
-                return result
             except (RuntimeError, NotImplementedError):  # how torch refuses mixed devices, and reading meta tensors
                 if sum(tensor.numel() for tensor in tensors) <= _MANY_ELEMENTS or all(t.is_meta for t in tensors):
                     change = self._constant_like
                 if func is torch.Tensor.view:
                     func = torch.Tensor.reshape  # constants and meta tensors may have other strides than real results
+            else:
+                self._note_scaling(func, args, result)
+                return result
         return func(*_changed(args, change), **dict(zip(kwargs, _changed(kwargs.values(), change), strict=True)))
 
     def _note_scaling(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
@@ -283,8 +284,9 @@ class _ConstantProducts(TorchFunctionMode):
                 scalings[layer_idx] = 1.0
                 self._scores = result
         elif isinstance(result, torch.Tensor) and args and args[0] is self._scores:
-            if func in _SCALINGS and (not isinstance(args[1], torch.Tensor) or args[1].numel() == 1):
-                scalings[next(reversed(scalings))] *= float(args[1]) ** _SCALINGS[func]
+            factor = args[1] if func in _SCALINGS and len(args) > 1 else 1.0
+            if not isinstance(factor, torch.Tensor) or (factor.numel() == 1 and not factor.is_meta):
+                scalings[next(reversed(scalings))] *= float(factor) ** _SCALINGS.get(func, 1)
             self._scores = None if "softmax" in getattr(func, "__name__", "") else result
 
     def _constant_like(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -75,8 +75,7 @@ class StoredLayer(CacheLayerMixin):
 
     def _no_queries(self) -> LastQueries | None:
         """What the attention guard judges by, to be collected; `None` without one, and once a block is stored."""
-        watches = self.config.has_guard and self.config.attention_guard is not None
-        return LastQueries(self.config) if watches else None
+        return LastQueries(self.config) if self.config.asks_queries else None
 
     @property
     def _num_sink_slots(self) -> int:

@@ -390,6 +390,21 @@ def test_other_scales_count(model, errors):
     assert float(errors[0]) == pytest.approx(float(errors[1]), rel=1e-5)
 
 
+def test_without_a_scale_that_of_scaled_dot_products_counts(model, errors):
+    """Whatever eager attention of the model multiplies by."""
+    keys, values = random_states(1, HEADS, LENGTH, HEAD_DIM)
+
+    def unscaled(query, lazy_keys, lazy_values):
+        mask = causal(query.shape[2], lazy_keys.shape[2])
+        return F.scaled_dot_product_attention(query, lazy_keys, lazy_values, mask, enable_gqa=True)
+
+    for attend in (by_sdpa, unscaled):
+        cache = quant_cache(model, WATCHED)
+        cache.quantized_layer(0)._scaling = 9.0
+        attended(model, queries(), keys, values, attend=attend, cache=cache)
+    assert torch.equal(errors[0], errors[1])
+
+
 @pytest.mark.parametrize(
     ("family", "overrides", "factor"),
     [

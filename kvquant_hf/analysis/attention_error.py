@@ -50,7 +50,7 @@ def analyze_window(
 
     Raises:
         ValueError: No token would be read from codes, the model's attention cannot be observed, a setting has the
-            reserved name, or `window` has another length.
+            reserved name or an `attention_guard`, or `window` has another length.
     """
     if tuple(window.shape) != (protocol.context,):
         raise ValueError(f"`window` must have shape [{protocol.context}], got {list(window.shape)}.")
@@ -58,7 +58,12 @@ def analyze_window(
         raise ValueError(f"`settings` must not use the name {FACTS_NAME!r}.")
     rotations = find_rotations(model)
     makers = {name: _layers_of(model, config) for name, config in settings.items()}
-    for layers in makers.values():
+    for name, layers in makers.items():
+        if any(layer.config.asks_queries for layer in layers.values()):
+            raise ValueError(
+                "`attention_guard` must be None where attention is analyzed: keys are stored here before any query "
+                f"is seen. Got {name!r}; `scripts/score.py` scores it."
+            )
         if not any(layer.config.is_quantized for layer in layers.values()):
             check_codes_are_read(next(iter(layers.values())).config, protocol)
     wanted = next(iter(makers.values())) if makers else _layers_of(model, KVQuantConfig())

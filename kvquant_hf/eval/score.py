@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvquant_hf._compat import cache_kwargs
+from kvquant_hf.cache import QuantCache
 from kvquant_hf.eval.shared_prefill import RecordingCache
 
 CacheFactory = Callable[[], Cache]
@@ -206,7 +207,7 @@ def score_windows(
         store: Gives the scores of an earlier run and keeps new ones.
         share_prefill: Run the prefill once a window, with the reference, and fill the other caches with its keys and
             values, see `kvquant_hf.eval.shared_prefill`. The scores are the same. A model with layers of other kinds
-            than attention runs it for each cache all the same.
+            than attention runs it for each cache all the same, and caches with `attention_guard` run it themselves.
 
     Returns:
         Scores by name: the reference under `"DynamicCache"`, then `caches` in their order.
@@ -268,6 +269,13 @@ def _score_window(
     return scores
 
 
+def _asks_queries(cache: Cache) -> bool:
+    """Whether a cache wants to see the queries of a prefill, which a recorded one does not have."""
+    return isinstance(cache, QuantCache) and any(
+        cache.quantized_layer(index).config.asks_queries for index in cache.quantized_layers
+    )
+
+
 def _tested_predictions(
     model: PreTrainedModel,
     window: torch.Tensor,
@@ -277,7 +285,7 @@ def _tested_predictions(
     reference: torch.Tensor,
 ) -> Iterator[torch.Tensor]:
     """`predictions` through a cache, its prefill taken from `dense` where that has recorded one."""
-    if not isinstance(dense, RecordingCache) or not dense.is_complete:
+    if not isinstance(dense, RecordingCache) or not dense.is_complete or _asks_queries(cache):
         return predictions(model, window, cache, protocol)
     dense.fill(cache)
     return chain([reference[:1]], predictions(model, window, cache, protocol, skip_prefill=True))

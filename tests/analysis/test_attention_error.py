@@ -233,3 +233,14 @@ def test_wrong_windows_and_names_are_refused():
         analyze_window(model, ids[1:], {"x": CONFIG}, PROTOCOL)
     with pytest.raises(ValueError, match="must not use the name"):
         analyze_window(model, ids, {FACTS_NAME: CONFIG}, PROTOCOL)
+
+
+@pytest.mark.parametrize("of_a_layer", [False, True])
+def test_guards_that_ask_queries_are_refused(of_a_layer):
+    """They would leave keys exact until attention asks, and errors would be zero."""
+    guard = {"attention_guard": 0.1}
+    config = KVQuantConfig(key=QuantSpec(2, granularity="per_channel", group_size=16)).replace(
+        **({"layers": {1: guard}} if of_a_layer else guard), residual_length=16
+    )
+    with pytest.raises(ValueError, match=r"`attention_guard` must be None where attention is analyzed.*'mine'"):
+        analyze_window(tiny_model("llama"), torch.randint(0, 128, (64,)), {"mine": config}, Protocol(64, 32, 16))

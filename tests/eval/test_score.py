@@ -87,6 +87,18 @@ def test_a_shared_prefill_gives_the_same_scores(family, monkeypatch):
     assert plain["coarse"].kl > 0.001
 
 
+def test_caches_that_ask_queries_run_the_prefill_themselves():
+    """A recorded prefill has none, and without them the guard would decide otherwise."""
+    model, protocol = tiny_model("llama"), Protocol(61, 40, 21)
+    coarse = everything_coarse()
+    quant = coarse.replace(key={"nbits": 2}, residual_length=4, attention_guard=0.0)
+    make = {"guarded": lambda: QuantCache(model, quant), "coarse": lambda: QuantCache(model, coarse)}
+    plain = score_windows(model, windows(), make, protocol)
+    assert score_windows(model, windows(), make, protocol, share_prefill=True) == plain
+    unguarded = {"guarded": lambda: QuantCache(model, quant.without_guards())}
+    assert score_windows(model, windows(), unguarded, protocol)["guarded"].kl != plain["guarded"].kl
+
+
 def test_progress_counts_every_scored_token():
     model = tiny_model("llama")
     seen: dict[str, int] = {}
